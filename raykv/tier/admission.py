@@ -1,4 +1,4 @@
-"""Decides which chunks are written to a tier that wears out: chunks likely to be read again, within a byte budget."""
+"""Admission: decides which chunks are worth writing to a tier. A byte budget protects SSDs from wear."""
 
 from typing import Any, Final
 
@@ -9,7 +9,7 @@ from raykv.types import Bits
 
 DAY_S: Final = 86_400.0
 BURST_S: Final = 3_600.0
-"""Unused budget is saved, up to the budget of this many seconds. This also limits how much is written at once."""
+"""Default of `burst_s`: unused budget accumulates for at most this many seconds. This limits bursts of writes."""
 
 Numbers = npt.NDArray[np.integer[Any]]
 
@@ -17,21 +17,24 @@ Numbers = npt.NDArray[np.integer[Any]]
 class Admission:
     """Decides which chunks are written. A node and the planner use the same rule.
 
-    A chunk is admitted if it was read since it was stored, or if its parent (the chunk before it in its chain) was
-    read: the same prefix is likely to be requested again. Callers add one read for a chunk that was evicted and then
-    stored again. Chunks of a scan, which nobody reads again, are not admitted. Hints override these rules.
+    A chunk is admitted if it was read since it was stored. It is also admitted if the preceding chunk of the prompt,
+    its parent, was read: then the same prefix is likely to be requested again. Chunks of a scan are not admitted,
+    because nobody reads them again. A `priority` overrides these rules.
 
-    The budget is a token bucket: it fills with time, and holds at most the budget of `burst_s` seconds.
+    The budget is a token bucket: it fills at a constant rate, and holds at most what `burst_s` seconds add.
     """
 
     def __init__(self, budget_nbytes_per_day: float | None = None, *, burst_s: float = BURST_S, now_s: float) -> None:
-        """Begin with a full bucket. A budget of None means no limit. `now_s` always comes from one monotonic clock."""
+        """Begin with a full bucket. Without a budget there is no limit.
+
+        `now_s` is the monotonic time in seconds, here and in all methods.
+        """
         self._per_s = None if budget_nbytes_per_day is None else budget_nbytes_per_day / DAY_S
         self._most = (self._per_s or 0.0) * burst_s
         self._left, self._filled_s = self._most, now_s
 
     def left_nbytes(self, *, now_s: float) -> float:
-        """Bytes that may be written now; negative if `spend` took more than was left; infinite without a limit."""
+        """Return how many bytes may be written now: infinite without a limit, negative after `spend` took too many."""
         if self._per_s is None:
             return float("inf")
         self._left = min(self._most, self._left + max(0.0, now_s - self._filled_s) * self._per_s)
@@ -39,7 +42,7 @@ class Admission:
         return self._left
 
     def spend(self, nbytes: float, *, now_s: float) -> None:
-        """Subtract bytes from the budget without asking `admit`. A negative number gives bytes back to the budget."""
+        """Take bytes from the budget, without asking `admit`. A negative number gives bytes back."""
         if self._per_s is not None:
             self._left = self.left_nbytes(now_s=now_s) - nbytes
 
@@ -52,14 +55,15 @@ class Admission:
         now_s: float,
         priority: Numbers | None = None,
     ) -> Bits:
-        """Decide which chunks to write, and take their bytes from the budget. Each array has one entry per chunk.
+        """Return which chunks to write, and take their bytes from the budget. Each array has one entry per chunk.
 
-        If the budget is short, chunks with a higher `priority` come first, and chunks of equal priority in the given
-        order. A chunk that is too large for the remaining budget is skipped; smaller chunks after it may still fit.
+        If the budget is short, chunks of higher `priority` are chosen first. Among equals the given order counts. A
+        chunk that is too large for the rest of the budget is skipped. Smaller chunks after it may still fit.
 
         Args:
-            reads: Reads of the chunk since it was stored.
-            parent_reads: Reads of the chunk before it in its chain; 0 if there is none.
+            reads: Number of reads of the chunk since it was stored. One more for a chunk that was evicted before:
+                storing it again shows another request.
+            parent_reads: Number of reads of the chunk's parent; 0 without a parent.
             nbytes: Space that the chunk takes in the tier.
             priority: Positive: write if the budget allows, even without reads. Negative: do not write. 0: no hint.
         """

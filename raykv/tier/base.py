@@ -13,16 +13,16 @@ from raykv.types import Bits, KeyArray
 
 
 class Chunk(NamedTuple):
-    """A chunk in the arena that a tier shall write. The node keeps its bytes unchanged until the tier has called back.
+    """A chunk in the arena that a tier shall write. Its bytes stay unchanged until the tier has called back.
 
     Attributes:
         key: 16 bytes, as `chunk_keys.to_bytes` writes them.
-        offset, nbytes: Offset of the chunk in the arena (a multiple of a page), and its length. Its slot takes
-            a whole number of pages.
+        offset: Position of the first byte in the arena: a multiple of the page size.
+        nbytes: Length of the chunk. Its slot in the arena may be longer, because a slot ends at a page boundary.
         checksum: xxh3-64 of the bytes.
-        group: The number that identifies the quota group on this node.
-        depth: Number of chunks before it in its chain (the consecutive chunks of a prompt).
-        parent: Key of the chunk before it in its chain; b"" if there is none.
+        group: Number of the quota group on this node.
+        depth: Number of preceding chunks in the chain. A chain is the consecutive chunks of a prompt.
+        parent: Key of the preceding chunk in the chain; b"" if there is none.
         reads: Number of reads so far.
         expires_s: Expiry in seconds since 1970; 0 for never.
     """
@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Metadata of a chunk in a tier; fields as in `Chunk`."""
+    """Metadata of a chunk that a tier has. The fields are those of `Chunk`."""
 
     nbytes: int
     checksum: int
@@ -55,20 +55,24 @@ def is_same(found: Found | None, nbytes: int, checksum: int) -> bool:
 
 
 Written = Callable[[Sequence[Chunk], Sequence[bool]], None]
-"""The callback of `Tier.write`: called once, if the tier took chunks. Arguments: the chunks that it took; for each,
-whether the tier has it now."""
+"""The callback of `Tier.write`. It gets the chunks that the tier took, and for each whether the tier has it now."""
 Arrived = Callable[[Sequence[bool]], None]
-"""The callback of `Tier.read`: called once, if the tier accepted the call. Argument: for each chunk, whether the arena
-has it now, undamaged."""
+"""The callback of `Tier.read`. It gets for each chunk whether the arena has it now, undamaged."""
 
 
 class GroupNames(Protocol):
-    """Maps quota groups' numbers to names and back. Files hold names, as a restart may change numbers. Thread-safe."""
+    """Maps numbers of quota groups to names, and names to numbers. Thread-safe.
+
+    Files hold the names, because a restart may change the numbers.
+    """
 
     def text(self, group: int) -> bytes: ...
 
     def number(self, text: bytes) -> int | None:
-        """Return the group's number here; a new group gets one. None: no number is free, or `text` is invalid."""
+        """Return the number of the group named `text`. A new group gets a number.
+
+        Returns None if no number is free or the name is invalid.
+        """
         ...
 
 
@@ -78,6 +82,7 @@ class Environment(NamedTuple):
     Attributes:
         arena: The node's arena, writable. It begins at a page boundary. `Chunk.offset` is relative to its first byte.
         node: Name of the node: unique, the same after a restart, valid as a file name.
+        groups: The node's numbers and names of quota groups.
     """
 
     arena: memoryview
@@ -90,8 +95,8 @@ class Tier(ABC):
 
     Attributes:
         name: Name in the registry and in `stats`.
-        place: Where its chunks lie, as `client.why` reports it.
-        write_nbytes_per_day: The most bytes that the node writes to the tier in a day, see `Admission`; None: no limit.
+        place: Kind of storage, as `client.why` reports it.
+        write_nbytes_per_day: Budget for demotion to this tier, in bytes per day (see `Admission`). None: no limit.
     """
 
     name: str
@@ -104,61 +109,76 @@ class Tier(ABC):
 
     @abstractmethod
     def find(self, keys: KeyArray) -> list[Found | None]:
-        """Metadata of each chunk; None if the chunk is not in the tier or has expired. Does no I/O."""
+        """Return the metadata of each chunk; None if the chunk is not in the tier or has expired. Does no I/O."""
 
     @abstractmethod
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
-        """Queue chunks to be written. A chunk that the tier already has is not written again; `done` gets True for it.
+        """Queue chunks to be written. The tier takes the first ones, up to the limit of its queue.
 
-        Returns how many chunks the tier took; they are the first ones of `chunks`. `done` is called once, for these
-        only. Returns 0, and never calls `done`, while the queue is full, the tier is off, or no space can be made.
+        `done` is called once, for the chunks taken. A chunk that the tier already has is not written again; `done` gets
+        True for it.
+
+        Returns:
+            Number of chunks taken. If it is 0, `done` is never called: the queue is full, the tier is off, or no space
+            can be made.
         """
 
     @abstractmethod
     def read(self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], done: Arrived) -> bool:
         """Queue chunks to be read into slots of the arena. The tier may write to these slots until it calls back.
 
-        `found` is the result of `find`; the slots begin at `offsets`. `done` gets False for a chunk that is missing,
-        has another length or checksum than in `found`, or has wrong bytes; the tier drops a chunk with wrong bytes.
-        Returns False, and never calls `done`, while the queue is full or the tier is off.
+        `done` is called once. It gets False for a chunk that the tier no longer has, or has only with another length or
+        checksum than in `found`. It also gets False for a chunk with wrong bytes, which the tier drops.
+
+        Args:
+            found: What `find` returned for `keys`.
+            offsets: Position in the arena of the slot for each chunk.
+
+        Returns:
+            Whether the tier accepted the call. If not, `done` is never called: the queue is full or the tier is off.
         """
 
     @abstractmethod
     def delete(self, keys: KeyArray) -> int:
-        """Delete chunks; they stay deleted after a restart. Returns how many the tier had."""
+        """Delete chunks. They stay deleted after a restart. Returns how many of them the tier had."""
 
     @abstractmethod
     def drop(self, group: int) -> int:
-        """Delete all chunks of a quota group; they stay deleted after a restart. Returns how many the tier had."""
+        """Delete all chunks of a quota group. They stay deleted after a restart. Returns how many the tier had."""
 
     def set_quota(self, group: int, nbytes: int | None) -> None:  # noqa: B027 - need not be overridden
-        """Limit the bytes of a quota group (`ssd_quota_nbytes`) by removing its oldest chunks. None: no limit."""
+        """Limit the bytes of a quota group (`ssd_quota_nbytes`). None: no limit.
+
+        The tier removes the oldest chunks of a group that is above its limit.
+        """
 
     @abstractmethod
     def keys(self) -> KeyArray:
-        """Keys of all chunks in the tier. If nodes share the tier: only the keys of chunks that this node wrote."""
+        """Return the keys of all chunks in the tier. If nodes share the tier: only of chunks that this node wrote."""
 
     @abstractmethod
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
-        """Keys added (written, or found at the start) and keys removed since the last call.
+        """Return the keys added and the keys removed since the last call. Chunks found at the start count as added.
 
         If nodes share the tier: only the keys of chunks that this node wrote.
         """
 
     @abstractmethod
     def used_nbytes(self, group: int | None = None) -> int:
-        """Bytes of a quota group's chunks in the tier. With None, bytes of all chunks."""
+        """Return the bytes of a quota group's chunks in the tier; with None, of all chunks."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """State and counters, as plain values.
+        """Return state and counters, as plain values.
 
-        `state` ("starting", "on", "slow", "off") and its `reason`; `chunks`, `used_nbytes` and `capacity_nbytes`.
-        Counters since the start: `written_nbytes` (chunks from callers), `moved_nbytes` (chunks that the tier moved to
-        another of its segments), `disk_nbytes` (everything written to the disk), `read_nbytes`; the numbers of
-        `refused` and `corrupt` chunks; the numbers of `timeouts` and `errors` of the disk.
+        * `state`: "starting", "on", "slow" or "off"; `reason`: why it is not "on".
+        * `chunks`, `used_nbytes`, `capacity_nbytes`: what the tier holds, and how much it can hold.
+        * `written_nbytes`, `read_nbytes`: bytes of chunks written for callers and read since the start.
+        * `moved_nbytes`: bytes of chunks that the tier moved to another of its segments.
+        * `disk_nbytes`: all bytes written to the disk.
+        * `refused`, `corrupt`: numbers of chunks. `timeouts`, `errors`: numbers of operations on the disk.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the threads. Queued chunks are given up: their callbacks get False."""
+        """End the threads. Callbacks get False for chunks that are still queued."""

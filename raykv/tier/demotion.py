@@ -1,6 +1,6 @@
 """Demotion: writes chunks to the tiers before memory evicts them.
 
-So eviction itself writes nothing, and no `put` waits for a disk.
+Eviction itself writes nothing. So no `put` waits for a disk.
 """
 
 import threading
@@ -22,12 +22,12 @@ from raykv.tier.segments.format import key_array, raw_keys
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 0.125
-"""The next chunks to be evicted, up to this share of the arena, are demoted in advance. So a burst of puts up to this
-size does not depend on the speed of a disk."""
+"""The chunks that eviction takes next are demoted in advance, up to this share of the arena. A larger burst of puts may
+evict chunks before a tier has written them."""
 NEW_SHARE: Final = 32
-"""Demotion is due when more than 1 in 32 of the store's chunks were stored since the last `demote`."""
+"""Demotion is due when more than 1 in 32 chunks of the store are new since the last `demote`."""
 STEP_CHUNKS: Final = 1024
-"""At most this many chunks are given to one call of `Tier.write`."""
+"""One call of `Tier.write` gets at most this many chunks."""
 
 
 class Demotion:
@@ -40,18 +40,21 @@ class Demotion:
     def __init__(
         self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], written: Callable[[KeyArray], None]
     ) -> None:
-        """When a write has ended, successful or not, `written` is called with its keys. The lock is not held then."""
+        """Demote chunks of `store`, which `lock` guards.
+
+        When a write ends, successfully or not, `written` is called with the keys. The lock is not held then.
+        """
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
         self._admissions = [Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers]
         self._writing = 0  # number of chunks that tiers are writing
         self._barred: Counter[int | bytes] = Counter()  # quota groups and keys that are being deleted right now
-        self._committed = 0  # what `store.counters.committed` was at the last `demote`
+        self._committed = 0  # `store.counters.committed` at the last `demote`
         self.demoted = 0
 
     @property
     def due(self) -> bool:
-        """Whether `demote` should be called now, as enough chunks were stored since its last call. Cheap."""
+        """Whether enough chunks were stored since the last `demote` to call it again. Cheap."""
         store = self._store
         return bool(self._tiers) and store.counters.committed - self._committed > store.chunks // NEW_SHARE
 
@@ -60,7 +63,7 @@ class Demotion:
         return self._writing > 0
 
     def demote(self) -> None:
-        """Write to the tiers the chunks that memory is going to evict next. Call it often, to be ahead of eviction."""
+        """Begin to write to the tiers the chunks that memory will evict next. Call this whenever it is `due`."""
         self._committed = self._store.counters.committed
         for tier, admission in zip(self._tiers, self._admissions, strict=True):
             self._demote_to(tier, admission)
@@ -98,7 +101,10 @@ class Demotion:
                 return
 
     def write(self, tier: Tier, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], int]:
-        """Give the tier the chunks that are still evictable. Returns them, and how many of them the tier took."""
+        """Offer those chunks to the tier that are still evictable.
+
+        Returns the offered chunks, and how many of them the tier took.
+        """
         chunks, pinned = self._pin(rows, keys)
         taken = tier.write(chunks, self._written(pinned)) if chunks else 0
         self._unpin(pinned[taken:])
@@ -149,8 +155,8 @@ class Demotion:
     def barring(self, keys: KeyArray | None = None, *, group: int | None = None) -> Iterator[None]:
         """While the context lasts, write no chunk of these keys or of this quota group to a tier.
 
-        Deletion needs this: it deletes chunks in the tiers first and in memory second. In between, demotion could write
-        them to the tiers again.
+        A deletion runs in this context, because it deletes chunks in the tiers first and in memory second. Without the
+        context, demotion could write the chunks to the tiers again in between.
         """
         barred: list[int | bytes] = [] if keys is None or not self._tiers else [*raw_keys(keys)]
         barred += [] if group is None or not self._tiers else [group]

@@ -21,7 +21,7 @@ from raykv.tier.promotion import Promotion
 from raykv.types import KeyArray
 
 OUTLIVES_S = 1.0
-"""A copy in a tier may expire this much later than the copy in memory. A copy that expires even later is deleted."""
+"""A copy in a tier may expire up to this much later than the copy in memory. See `TierMover.drop_outdated`."""
 
 
 class TierMover:
@@ -29,13 +29,14 @@ class TierMover:
 
     Attributes:
         tiers: The tiers, fastest first. A node may have none.
-        demotion, promotion: The parts that write chunks to the tiers and read chunks from them.
+        demotion: Writes chunks to the tiers.
+        promotion: Reads chunks from the tiers.
         demote, barring: See `Demotion`.
         promote, give_up: See `Promotion`.
     """
 
     def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
-        """Move chunks of `store`, which `lock` guards. `changed` is called when `take_changes` may return something."""
+        """Move chunks of `store`, which `lock` guards. `changed` is called when `take_changes` may have new keys."""
         self.tiers, self._store, self._lock = tuple(tiers), store, lock
         self._changed = changed
         self.demotion = Demotion(store, lock, self.tiers, self._on_written)
@@ -53,7 +54,10 @@ class TierMover:
         self._changed()
 
     def find(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
-        """Return each chunk's place (its fastest tier) and length, in two arrays; NOWHERE and 0 if no tier has it."""
+        """Return two arrays: for each chunk the place of the fastest tier that has it, and its length in bytes.
+
+        If no tier has the chunk, they are NOWHERE and 0.
+        """
         places, nbytes = np.full(len(keys), Place.NOWHERE, np.uint8), np.zeros(len(keys), np.uint32)
         for tier in self.tiers:
             absent = np.flatnonzero(places == Place.NOWHERE)
@@ -64,7 +68,7 @@ class TierMover:
         return places, nbytes
 
     def keys(self) -> KeyArray:
-        """Keys of all chunks in the tiers; see `Tier.keys`."""
+        """Return the keys of all chunks in the tiers; see `Tier.keys`."""
         return np.concatenate([chunk_keys.empty(), *(tier.keys() for tier in self.tiers)])
 
     def take_changes(self) -> list[KeyArray]:
@@ -84,22 +88,26 @@ class TierMover:
     def delete(self, keys: KeyArray) -> int:
         """Delete chunks from the tiers. Returns the number of copies deleted.
 
-        A caller that deletes chunks in memory too does all of this inside `barring`: it calls `delete`; then, under
-        the node's lock, it deletes the chunks in memory and calls `give_up`.
+        To delete chunks in memory too, the caller enters `barring` and calls `delete`. Still in this context, it takes
+        the node's lock, deletes the chunks in memory, and calls `give_up`.
         """
         return self._remove(lambda tier: tier.delete(keys), Reason.DELETED)
 
     def drop(self, group: int) -> int:
-        """Delete a quota group's chunks from the tiers, and cancel their promotions. Returns how many were deleted."""
+        """Delete a quota group's chunks from the tiers, and cancel its promotions.
+
+        Returns the number of copies deleted.
+        """
         count = self._remove(lambda tier: tier.drop(group), Reason.DROPPED)
         self.promotion.give_up_group(group)
         return count
 
     def drop_outdated(self, keys: KeyArray) -> int:
-        """Delete tier copies that expire later than the copy in memory. If that copy never expires, delete all that do.
+        """Delete copies in tiers that have an outdated expiry. Call this after a put or a change of expiry.
 
-        Callers call this after a put or a change of expiry. Otherwise a tier could return a chunk after its new TTL.
-        Returns the number of copies deleted.
+        A copy is outdated if it expires later than the chunk in memory, because a tier could return it after the new
+        TTL. If the chunk in memory never expires, a copy with any expiry is outdated. Returns the number of copies
+        deleted.
         """
         count, now_s = 0, time.monotonic()
         today_s = time.time() - now_s
@@ -141,13 +149,13 @@ class TierMover:
         }
 
     def close(self) -> None:
-        """Close the tiers. Unfinished promotions are given up, and their slots are freed."""
+        """Close the tiers. Unfinished promotions end without a result, and their slots are freed."""
         for tier in self.tiers:
             tier.close()
 
 
 def _differ(below_s: float, memory_s: float) -> bool:
-    """Whether `drop_outdated` deletes the copy in the tier. Both times are in seconds since 1970; 0 means never."""
+    """Whether the copy in the tier is outdated. Expiry in the tier and in memory: seconds since 1970, 0 for never."""
     if not memory_s:
         return below_s > 0
     return not below_s or below_s > memory_s + OUTLIVES_S

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 PROMOTED_SHARE: Final = 8
 RUNS_AT_ONCE: Final = 4
-"""Chunks being promoted take at most an eighth of the arena, and one run takes at most a quarter of that. Exception: a
-run of a single chunk may take more."""
+"""All chunks being promoted take at most 1/PROMOTED_SHARE of the arena. One run takes at most 1/RUNS_AT_ONCE of that.
+Only a run of a single chunk may take more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,9 +29,10 @@ class _Run:
     """Chunks that one read of a tier promotes. The tier may write to their slots until it calls back.
 
     Attributes:
-        batch: Consecutive chunks of one chain. This run reads those that are neither in memory nor in another run.
-        positions: Indexes in `batch.keys` of the chunks to be read.
-        found: Metadata of the chunks to be read, in the same order.
+        batch: Consecutive chunks of one chain. The run reads only those at `positions`.
+        positions: Indexes in `batch.keys` of the chunks that were neither in memory nor in another run.
+        slots: A slot for each of `positions`.
+        found: Metadata of the chunk at each of `positions`.
         unwanted: Keys of chunks that were deleted since the run began. They are not committed.
     """
 
@@ -55,21 +56,24 @@ class Promotion:
 
     Attributes:
         promoted: Number of chunks promoted.
-        late: Number of `promote` calls that stopped waiting before all their reads had ended.
+        late: Number of `promote` calls whose deadline passed before all their reads had ended.
         nbytes: Bytes of the chunks being promoted now.
     """
 
     def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
         self._store, self._lock, self._tiers, self._changed = store, lock, tiers, changed
-        self._runs: dict[bytes, _Run] = {}  # unfinished runs, by key of each of their chunks
+        self._runs: dict[bytes, _Run] = {}  # each unfinished run, under the key of each of its chunks
         self._most_nbytes = store.arena.nbytes // PROMOTED_SHARE
         self.nbytes = self.promoted = self.late = 0
 
     def promote(self, keys: KeyArray, *, until_s: float) -> int:
-        """Promote chunks that are not in memory. Wait for this until the monotonic time `until_s` (0: do not wait).
+        """Promote those chunks that are not in memory. Wait for the reads until the monotonic time `until_s`.
 
-        A run (one read of several chunks) that takes longer continues in the background. If another call has already
-        begun a run with one of these keys, this call waits for it too. Returns the number of chunks in all these runs.
+        With `until_s` 0, do not wait. Reads that take longer continue in the background. A chunk that another call is
+        promoting is not read twice: this call waits for the other call's read.
+
+        Returns:
+            Number of chunks in all reads that this call began or joined.
         """
         with self._lock:
             wanted = keys[self._store.missing(keys, now_s=time.monotonic())]
@@ -105,7 +109,8 @@ class Promotion:
     def _begin(self, keys: KeyArray, found: list[Found]) -> tuple[_Run | None, list[_Run]]:
         """Begin a run of those chunks that are neither in memory nor in another run.
 
-        Returns the run (None if it has no chunks or no space), and the other runs that read some of the chunks.
+        Returns the run, and the other runs that read some of the chunks. The run is None if no chunk is left for it, or
+        if memory has no space.
         """
         store, first, now_s, raw = self._store, found[0], time.monotonic(), raw_keys(keys)
         parent = key_array([first.parent]) if first.parent else None
@@ -132,7 +137,7 @@ class Promotion:
         return run, others
 
     def _read(self, tier: Tier, run: _Run) -> bool:
-        """Start the tier's read of a run. Returns False if the tier refuses."""
+        """Let the tier read the chunks of a run. Returns False if the tier refuses."""
 
         def done(arrived: Sequence[bool]) -> None:
             self._arrive(run, np.array(arrived, np.bool_))
@@ -175,12 +180,12 @@ class Promotion:
             store.row_hints.active = True
 
     def give_up(self, keys: KeyArray) -> None:
-        """Do not commit these chunks when their reads end: they were deleted. The caller holds the node's lock."""
+        """Keep deleted chunks from being committed when their reads end. The caller holds the node's lock."""
         for key in self._runs.keys() & raw_keys(keys) if self._runs else ():
             self._runs[key].unwanted.add(key)
 
     def give_up_group(self, group: int) -> None:
-        """Do not commit chunks of this quota group when their reads end: it was dropped. Acquires the node's lock."""
+        """Keep chunks of a dropped quota group from being committed when their reads end. Acquires the node's lock."""
         with self._lock:
             for run in self._runs.values():
                 if run.found[0].group == group:
@@ -188,9 +193,9 @@ class Promotion:
 
 
 def split_into_runs(keys: KeyArray, found: Sequence[Found | None], most_nbytes: int) -> list[slice]:
-    """Divide the chunks that were found into runs, each a slice of `keys`. A run can be stored as one batch.
+    """Divide the found chunks into runs. Each run is a slice of `keys`, and can be stored as one batch.
 
-    Chunks of a run have the same size and quota group, and follow each other in one chain. A run of several chunks
+    The chunks of a run have the same size and quota group, and are consecutive in one chain. A run of several chunks
     takes at most `most_nbytes`.
     """
     raw, runs = raw_keys(keys), list[slice]()

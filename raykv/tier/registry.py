@@ -15,7 +15,7 @@ from raykv.tier.base import Environment, Tier
 from raykv.tier.mover import TierMover
 
 Opener = Callable[[Any, Environment], Tier]
-"""Takes (options, environment), returns the open tier. A tier of another package gets its options as a dict."""
+"""Takes options and environment, and returns the open tier. A tier of another package gets its options as a dict."""
 
 
 _registered: Final[dict[str, tuple[Opener | str, Place]]] = {}
@@ -24,8 +24,9 @@ _registered: Final[dict[str, tuple[Opener | str, Place]]] = {}
 def register_tier(name: str, opener: Opener | str, place: Place = Place.OTHER) -> None:
     """Make a tier available under a name, for `StorageConfig.tiers`: {name: options}.
 
-    `opener` is a function or class that opens the tier, or its name as "module:attribute", imported at first use.
-    `place` says where the chunks lie. Tiers with a lower `place` are searched first.
+    Args:
+        opener: A function or class that opens the tier. A text "module:attribute" is imported at first use.
+        place: Kind of storage. Tiers with a lower `place` are searched first.
     """
     _registered[name] = opener, place
 
@@ -69,7 +70,7 @@ def open_tiers(config: NodeConfig, store: Store, lock: threading.Lock, *, change
 
 
 class StoreGroupNames:
-    """Implements `tier.base.GroupNames` for one store. The name of a group is its fields as JSON."""
+    """Implements `tier.base.GroupNames` for one store. The name of a group is its `Namespace` as JSON."""
 
     def __init__(self, store: Store, lock: threading.Lock) -> None:
         self._store, self._lock = store, lock

@@ -1,1 +1,1 @@
-"""The file tier: packs (files of many chunks) in a directory that nodes share."""
+"""The file tier: a directory that nodes share. Its files are packs, each of many chunks."""

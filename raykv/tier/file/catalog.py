@@ -1,4 +1,4 @@
-"""One node's view of a pack directory: packs, their chunks, tombstones. Not thread-safe."""
+"""What one node knows of a pack directory: packs, their chunks, tombstones. Not thread-safe."""
 
 import math
 import time
@@ -15,7 +15,7 @@ from raykv.tier.segments.index import Changes, Index
 from raykv.types import Bits, KeyArray, Rows
 
 MAX_KEYS: Final = 1 << 20
-"""At most this many tombstones of keys are in memory. If there are more, the oldest ones are dropped."""
+"""At most this many tombstones of keys are in memory, and as many pending ones. If there are more, the oldest go."""
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +26,9 @@ class Pack:
         number: The file's number in `Index.segment`.
         nbytes: Space that the file takes.
         mine: Whether this node wrote the file.
-        known_s, touched_s: Monotonic times: when this node found the file, and when it last called `Folder.touch`.
+        known_s: Monotonic time when this node found the file.
+        touched_s: Monotonic time of this node's last `Folder.touch` of the file.
+        removed: Whether `Catalog.remove_pack` has removed the file from the catalog.
     """
 
     name: Name
@@ -42,13 +44,15 @@ class Catalog:
     """Packs and tombstone files, and an index of all chunks in the packs.
 
     Attributes:
-        packs, known: All files that this node knows: by `Pack.number`, and by `Name.stem`.
-        texts, groups: Quota groups as JSON, and their numbers in the index. These are not the group numbers of the
+        packs: All files that this node knows, by `Pack.number`.
+        known: The same files, by `Name.stem`.
+        texts: Quota groups as JSON, in the order of their numbers in the index. These numbers are not those of the
             node, because packs hold groups of other clusters too.
+        groups: Number of each quota group in the index, by its JSON.
     """
 
     def __init__(self, writer: str, *, rows: int) -> None:
-        """Begin empty. `writer` is the name of this node. Raises ConfigError like `Index`."""
+        """Begin empty. `writer` is the name of this node. Raises ConfigError if memory is short for the rows."""
         self.index = Index(rows, now_s=time.time())
         self.texts: list[bytes] = []
         self.groups: dict[bytes, int] = {}
@@ -59,7 +63,7 @@ class Catalog:
         self._changes = Changes()
 
     def own(self, rows: Rows) -> Rows:
-        """Those of `rows` whose chunks lie in packs that this node wrote."""
+        """Return those of `rows` whose chunks are in packs that this node wrote."""
         return rows[np.isin(self.index.segment[rows], [pack.number for pack in self.packs.values() if pack.mine])]
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
@@ -94,7 +98,10 @@ class Catalog:
         return np.array([self.packs[number].name.sequence for number in numbers.tolist()], np.int64)[places]
 
     def insert(self, pack: Pack, texts: tuple[bytes, ...], entries: Array) -> None:
-        """Enter those chunks of a pack that no tombstone covers. Of two copies, the one in the later pack wins."""
+        """Enter those chunks of a pack that no tombstone covers. Of two copies, the one in the later pack wins.
+
+        `entries` (`format.ENTRY`) and `texts` are from the record of the pack.
+        """
         index, sequence = self.index, pack.name.sequence
         if not len(entries):
             return
@@ -115,14 +122,14 @@ class Catalog:
                 self._changes.add(entries["key"])
 
     def _group(self, text: bytes) -> int:
-        """Number of a quota group, assigned if new; -1 if no number is free."""
+        """Return a quota group's number in the index. A new group gets one; -1 if none is free."""
         if text not in self.groups and len(self.texts) < MAX_NAMESPACES:
             self.groups[text] = len(self.texts)
             self.texts.append(text)
         return self.groups.get(text, -1)
 
     def _remove_oldest(self, sequence: int) -> bool:
-        """Remove the oldest pack's chunks from the index. If no pack is older than `sequence`, only return False."""
+        """Remove the oldest pack's chunks from the index. Returns False if no pack is older than `sequence`."""
         index = self.index
         packs = [self.packs[number] for number in np.unique(index.segment[index.ready()]).tolist()]
         oldest = min(packs, key=lambda pack: pack.name.sequence, default=None)
@@ -140,7 +147,7 @@ class Catalog:
         return self.index.rows_of_group(self.groups.get(text, -1))
 
     def apply_tombstones(self, sequence: int, keys: Sequence[bytes], texts: Sequence[bytes]) -> None:
-        """Add tombstones, and remove the chunks of these keys and groups in all packs with a lower sequence."""
+        """Add tombstones of keys and quota groups. Remove from the index the chunks that they cover."""
         if not (keys or texts):
             return
         self.tombstones.add(sequence, keys, texts)
@@ -151,14 +158,16 @@ class Catalog:
 
 
 class Tombstones:
-    """Deleted keys and dropped quota groups. Pending tombstones are not yet in a file.
+    """Deleted keys and dropped quota groups. Pending tombstones are not in a file yet.
 
-    A tombstone covers its key, or all chunks of its group, in the packs with a lower sequence than its own.
+    A tombstone covers the chunks of its key or group in all packs with a lower sequence than its own.
 
     Attributes:
         latest: The highest sequence of a tombstone so far.
-        pending_keys, pending_texts: Pending tombstones: keys, and quota groups as JSON.
-        pending_sequence: The file that is written for the pending tombstones must have at least this sequence.
+        pending_keys: Keys of pending tombstones.
+        pending_texts: Quota groups of pending tombstones, as JSON.
+        pending_sequence: Least sequence of the next tombstone file. With it, the file covers all that the pending
+            tombstones must cover.
     """
 
     def __init__(self) -> None:
@@ -197,20 +206,20 @@ class Tombstones:
         self._texts = {text: latest for text, latest in self._texts.items() if latest != sequence}
 
     def of(self, sequences: set[int]) -> tuple[list[bytes], list[bytes]]:
-        """Keys, and quota groups, whose latest tombstone has one of these sequences."""
+        """Return the keys and the quota groups whose latest tombstone has one of these sequences."""
         return (
             [key for key, latest in self._keys.items() if latest in sequences],
             [text for text, latest in self._texts.items() if latest in sequences],
         )
 
     def covers(self, key: bytes, text: bytes, sequence: int) -> bool:
-        """Whether a tombstone, pending or not, covers the chunk with this key and group in a pack of this sequence."""
+        """Whether a tombstone covers a chunk of this key and group in a pack of this sequence. Pending ones count."""
         if key in self.pending_keys or text in self.pending_texts:
             return True
         return max(self._keys.get(key, 0), self._texts.get(text, 0)) > sequence
 
     def uncovered(self, entries: Array, texts: Sequence[bytes], sequence: int) -> Bits:
-        """For each entry (`format.ENTRY`) of a pack: whether no tombstone covers it. `texts`: the record's groups."""
+        """Return which entries (`format.ENTRY`) of a pack have no tombstone. `texts`: quota groups of the record."""
         alive: Bits = np.array([self._texts.get(text, 0) < sequence for text in texts], np.bool_)[entries["group"]]
         if self._keys:
             alive &= np.array([self._keys.get(key, 0) < sequence for key in raw_keys(entries["key"])], np.bool_)

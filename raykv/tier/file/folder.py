@@ -38,9 +38,11 @@ class Name(NamedTuple):
     """The name of a file in a pack directory.
 
     Attributes:
-        sequence: Time when the file was begun, in ns since 1970; a higher number if the file must come after another
+        sequence: Time when the file was begun, in ns since 1970. It is increased if the file must come after another
             one. Of two copies of a chunk, the one in the pack with the higher sequence wins.
-        writer, token: Name of the node that wrote the file, and a random token of that node's process.
+        writer: Name of the node that wrote the file.
+        token: Random text that stands for the process that wrote the file.
+        kind: "part": a pack that is being filled. "pack": a finished pack. "tombs": a file of tombstones.
     """
 
     sequence: int
@@ -58,7 +60,10 @@ class Name(NamedTuple):
 
 
 class Folder:
-    """A pack directory, used by one process. Names of the process's files hold `writer` and `token`. Thread-safe."""
+    """A pack directory, as one process uses it. Thread-safe.
+
+    The names of files that this process writes contain `writer` and `token`.
+    """
 
     def __init__(self, root: Path, writer: str) -> None:
         self.path = root / "raykv"
@@ -73,7 +78,10 @@ class Folder:
 
     @contextmanager
     def operation(self) -> Iterator[None]:
-        """Measure an operation of the calling thread, for `longest_s`. An outer one counts until an inner one ends."""
+        """Measure an operation of the calling thread for `longest_s`.
+
+        A nested operation is measured instead of the outer one. When the nested one ends, nothing is measured.
+        """
         self._since[threading.get_ident()] = time.monotonic()
         try:
             yield
@@ -81,7 +89,10 @@ class Folder:
             self._since.pop(threading.get_ident(), None)
 
     def prepare(self) -> None:
-        """Create the directory. Its root is created only the first time: a root that is missing later was unmounted."""
+        """Create the directory if it is missing. Only the first call also creates the parent directory.
+
+        If the parent is missing later, it was unmounted. Then the call raises OSError.
+        """
         with self.operation():
             if not self._made:
                 make_directory(self.path)
@@ -115,7 +126,7 @@ class Folder:
         return [Name(int(match[1]), match[2], match[3], cast(Kind, match[4])) for match in matches]
 
     def stat(self, name: Name) -> os.stat_result | None:
-        """Status of a file. A part that was published is found as a pack. None: the file was removed."""
+        """Return the status of a file; None if it was removed. A part that was published is found as a pack."""
         with self.operation():
             for kind in (name.kind, "pack"):
                 try:
@@ -134,7 +145,7 @@ class Folder:
                     raise
 
     def touch(self, name: Name) -> None:
-        """Set a pack's time of last use to now, by the file system's clock."""
+        """Set a pack's modification time to now, by the file system's clock. This time says when it was last used."""
         with self.operation():
             os.utime(self.path / str(name))
 
@@ -149,7 +160,10 @@ class Folder:
             return self.read(name._replace(kind="pack"), offset, buffers)  # the part has become a pack since the lookup
 
     def record_of(self, name: Name) -> tuple[Record | None, int]:
-        """Join all intact records of a file. Returns the result (None: no record) and the content's size in bytes."""
+        """Join all intact records of a file. Returns the joined record and the size of the file's content in bytes.
+
+        The record is None if the file has no intact record.
+        """
         with self._file(self.path / str(name)) as fd:
             nbytes = os.fstat(fd).st_size
             found = _records(fd, nbytes)
@@ -158,7 +172,7 @@ class Folder:
         return found[0], (found[0].next_block + found[0].blocks()) * BLOCK_NBYTES
 
     def write_tombstones(self, name: Name, keys: Sequence[bytes], texts: Sequence[bytes]) -> int:
-        """Write and publish a tombstone file, which is one summary. Returns its length in bytes."""
+        """Write and publish a tombstone file. It has one record: a summary. Returns the file's length in bytes."""
         tombstones = tombstones_of(keys, range(len(texts)))
         record = Record(SUMMARY, name.sequence, 1, 0, 0, 0, tuple(texts), np.zeros(0, ENTRY), *tombstones)
         record = record._replace(segment_blocks=record.blocks())
@@ -175,10 +189,10 @@ class Folder:
         return nbytes
 
     def take_over(self, name: Name) -> None:
-        """Seal a part that an earlier process of this node left; remove the part if it has no chunks.
+        """Publish a part that an earlier process of this node left. A part without chunks is removed.
 
-        If the file system has no locks, the earlier process may still be running. When that process then seals the
-        part, it finds the part already published.
+        A part that another process has locked is left alone. If the file system has no locks, the earlier process may
+        still be running. When that process publishes the part, it finds that this was done already.
         """
         with self._file(self.path / str(name), WRITE) as fd:
             if not lock(fd):
@@ -194,7 +208,7 @@ class Folder:
             self.publish(fd, name, "pack")
 
     def publish(self, fd: int, name: Name, kind: Kind) -> None:
-        """Sync a part to the disk, then give it its final name. So no reader ever sees an incomplete pack."""
+        """Sync a part to the disk, then rename it to its final name. So no reader ever sees an incomplete file."""
         os.fsync(fd)
         final = self.path / f"{name.stem}.{kind}"
         try:
@@ -213,7 +227,7 @@ class Folder:
 
 
 def _records(fd: int, nbytes: int) -> tuple[Record, bool] | None:
-    """Call `read_segment` for a file that may have lost its end."""
+    """Read a file's records like `read_segment`, even if the end of the file is missing."""
 
     def read(offset: int, size: int) -> memoryview:
         buffer = memoryview(bytearray(min(size, max(0, nbytes - offset))))
@@ -237,11 +251,11 @@ def write_summary(fd: int, record: Record) -> int:
 
 
 def lock(fd: int) -> bool:
-    """Lock a file for this process. Returns False if another process has it; True if there is no support for locks."""
+    """Lock a file for this process. Returns False only if another process has locked it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass  # no support for locks: two processes may do the same work, which is safe
+        pass  # the file system has no locks: two processes may do the same work, which is safe
     return True

@@ -47,7 +47,7 @@ class Scanner:
             state.readable = not state.closed
             state.recover()
             new = [name for name in names if name.kind != "part" and name.stem not in state.catalog.known]
-        # Tombstones first, then packs from newest to oldest: so no chunk is entered and then at once removed again.
+        # Tombstones first, then packs from newest to oldest. In this order no chunk is entered in vain.
         for name in sorted(new, key=lambda name: (name.kind == "tombs", name.sequence), reverse=True):
             if state.closed:
                 return
@@ -79,7 +79,10 @@ class Scanner:
                 catalog.insert(pack, record.texts, entries[entries["group"] < len(record.texts)])
 
     def _remove_missing(self, there: set[str], began_s: float) -> None:
-        """Drop removed files from the catalog. `stat` must not find them either: a listing may miss a renamed file."""
+        """Drop removed files from the catalog. `there`: stems of the files in a listing that began at `began_s`.
+
+        A listing may miss a file that is renamed meanwhile. So `stat` must not find the file either.
+        """
         with self._state.lock:
             known = list(self._state.catalog.known.values())
         for pack in known:
@@ -88,7 +91,7 @@ class Scanner:
                     self._state.catalog.remove_pack(pack)
 
     def _remove_obsolete(self, names: list[Name]) -> None:
-        """Remove tombstone files older than all packs. Two scans must agree: one scan may miss a pack being renamed."""
+        """Remove tombstone files older than all packs. Two scans must agree, as one may miss a pack being renamed."""
         oldest = min((name.sequence for name in names if name.kind != "tombs"), default=time.time_ns())
         obsolete = {name for name in names if name.kind == "tombs" and name.sequence < oldest}
         for name in obsolete & self._obsolete:

@@ -16,16 +16,16 @@ from raykv.tier.segments.requests import Run, WriteQueue
 log = logging.getLogger(__name__)
 
 RETRY_S: Final = 5.0
-"""After an error, the directory is tried again this much later."""
+"""Time between an error and the next attempt to use the directory."""
 
 
 class State(WriteQueue):
     """Queues, catalog and health of one file tier.
 
     Attributes:
-        lock: Notified when a thread may have work.
+        lock: Guards this object. It is notified when a thread may have work.
         runs: Queued reads.
-        filling: The pack that this node is writing.
+        filling: The pack that this node is writing; None if there is none.
     """
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
@@ -59,7 +59,7 @@ class State(WriteQueue):
         return "off" if self.reason or self.closed else "starting"
 
     def fail(self, error: Exception, *, reading: bool = False) -> None:
-        """Turn the tier off for RETRY_S: for writes, and with `reading` for reads too. Acquires the lock."""
+        """Stop writes for RETRY_S. With `reading`, stop reads too. Acquires the lock."""
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         with self.lock:
             if reason != self.reason:
@@ -74,14 +74,14 @@ class State(WriteQueue):
             self.lock.notify_all()
 
     def count_error(self, action: str, error: OSError) -> None:
-        """Count an error that need not turn the tier off. Acquires the lock."""
+        """Count an error after which the tier stays on. A vanished file is no error. Acquires the lock."""
         if error.errno not in VANISHED:
             with self.lock:
                 self.counts["errors"] += 1
             log.debug("%s: %s: %s", self.folder.path, action, error)
 
     def recover(self) -> None:
-        """Clear the error if the tier is readable and writable. The caller holds the lock."""
+        """Clear the reason for being off if the tier is readable and writable again. The caller holds the lock."""
         if self.readable and self.writable and self.reason:
             log.warning("%s: the file tier is on again", self.folder.path)
             self.reason = ""

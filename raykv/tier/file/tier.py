@@ -6,9 +6,9 @@ Chunks are collected into packs: large files in the format of `segments.format`.
     <sequence>-<writer>-<process>.pack    sealed: it has its summary, and never changes again
     <sequence>-<writer>-<process>.tombs   tombstones: keys and groups deleted in all packs with lower sequences
 
-A pack is synced to the disk and then renamed, so no node sees an incomplete pack. Nodes do not communicate about packs.
-Each node scans the directory for new packs and reads their summaries. So nodes that start later, or belong to another
-cluster, find the same chunks.
+A part is synced to the disk and then renamed to a pack, so no node sees an incomplete pack. Nodes send each other no
+messages about packs. Each node scans the directory for new packs and reads their summaries. So nodes that start later,
+or belong to another cluster, find the same chunks.
 
 Space is made by removing the least recently read packs. Readers set a pack's modification time to the time of the read,
 so all nodes remove packs in the same order. A tombstone file stays while an older pack exists.
@@ -38,11 +38,11 @@ from raykv.tier.segments.requests import QUEUED_READS, Request, Run, runs_of
 from raykv.types import Bits, KeyArray, Rows
 
 TOUCH_S: Final = 60.0
-"""A node updates a pack's time of last use (its modification time) at most once in this time."""
+"""A node sets the modification time of a pack that it reads, at most once in this time."""
 SCANNER, WRITER = 0, 1
-"""Numbers of the threads that scan and write; the others read."""
+"""Numbers of the threads that scan and write. All other threads read."""
 CLOSE_S: Final = 5.0
-"""`close` waits at most this long for running operations, and then for callbacks."""
+"""`close` waits at most this long for running operations, and then at most this long for callbacks."""
 
 
 class FileTier(Tier):
@@ -51,7 +51,7 @@ class FileTier(Tier):
     name, place = "file", Place.FILE
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
-        """Start the threads. A chunk can be found after a scan has read the summary of its pack.
+        """Start the threads. Chunks of existing packs are found once a scan has read the packs' summaries.
 
         Raises ConfigError if there is not enough memory for the index.
         """
@@ -123,7 +123,11 @@ class FileTier(Tier):
             return 0 if number is None else int(self._index.nbytes[number])
 
     def stats(self) -> dict[str, Any]:
-        """See `Tier`. Adds `packs`, `pack_nbytes` (their space) and `packs_removed` (by this node, to make space)."""
+        """See `Tier`. Also returns three fields of this tier.
+
+        * `packs`, `pack_nbytes`: number of packs in the directory, and the space that they take.
+        * `packs_removed`: number of packs that this node has removed to make space.
+        """
         state = self._state
         with state.lock:
             packs = [pack for pack in self._catalog.known.values() if pack.name.kind != "tombs"]
@@ -192,7 +196,7 @@ class FileTier(Tier):
                 self._state.folder.touch(pack.name)
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. Other nodes, and this node after a restart, find the chunks until the tombstones are written.
+        """See `Tier`. Until the tombstones are written, other nodes find the chunks. So does this node after a restart.
 
         Keys that are not in the index get tombstones too: they may be in packs that this node has not scanned yet.
         """
@@ -213,7 +217,10 @@ class FileTier(Tier):
         return len(rows)
 
     def _bury(self, rows: Rows, *, keys: Sequence[bytes] = (), texts: Sequence[bytes] = ()) -> None:
-        """Queue and apply tombstones that cover the packs of these rows and the pack that is being filled."""
+        """Queue tombstones and apply them. `rows`: the chunks that they delete.
+
+        The tombstones get a higher sequence than the packs of these chunks, and than the pack that is being filled.
+        """
         state, catalog = self._state, self._catalog
         packs = [*catalog.sequences(rows).tolist(), 0 if state.filling is None else state.filling.name.sequence]
         sequence = max(time.time_ns(), 1 + max(packs))
@@ -222,7 +229,7 @@ class FileTier(Tier):
         state.lock.notify_all()
 
     def close(self) -> None:
-        """See `Tier`. Publishes the part that is being filled, and tombstones. Waits at most CLOSE_S for that."""
+        """See `Tier`. Publishes the part that is being filled and pending tombstones, if that takes at most CLOSE_S."""
         state = self._state
         with state.lock:
             state.closed, state.readable = True, False

@@ -26,14 +26,19 @@ BATCH_CHUNKS: Final = 256
 BATCH_NBYTES: Final = 32 << 20
 TOMBSTONES_S: Final = 1.0
 TOMBSTONE_KEYS: Final = 1 << 14
-"""Pending tombstones are written to a file TOMBSTONES_S after the last tombstone file, or earlier if a new pack begins.
-At most TOMBSTONE_KEYS pending keys go into one file."""
+"""A tombstone file is written at the earliest TOMBSTONES_S after the previous one, or when a new pack begins. At most
+TOMBSTONE_KEYS pending keys go into one file."""
 MERGE_FILES: Final = 32
-"""A node with this number of tombstone files merges them into one."""
+"""If a node has this many tombstone files, it merges them into one."""
 
 
 class Part:
-    """The pack that a process is filling. Only one thread uses it. After a failed write (`broken`), `fits` is False."""
+    """The pack that a process is filling. Only one thread uses it.
+
+    Attributes:
+        broken: Whether a write has failed. Then no batch fits any more.
+        nbytes: Length of the content so far.
+    """
 
     def __init__(self, folder: Folder, sequence: int, *, nbytes: int) -> None:
         self.name, self.begun_s, self.broken, self.nbytes = folder.name(sequence, "part"), time.monotonic(), False, 0
@@ -56,7 +61,7 @@ class Part:
         return not self.broken and self._log.fits(counts, blocks=blocks)
 
     def write(self, items: Sequence[Item]) -> Record:
-        """Write chunks as one batch, which must fit. Returns the record of the batch."""
+        """Write chunks as one batch, for which `fits` must be True. Returns the record of the batch."""
         batch = self._log.place(items, None)
         start = batch.start * BLOCK_NBYTES
         with self._folder.operation():
@@ -99,7 +104,7 @@ class Part:
 
 
 class Writer:
-    """Writes packs and tombstone files. Only one thread calls it, but every thread may call `due_s`."""
+    """Writes packs and tombstone files. Used by one thread, except `due_s`: any thread may call it."""
 
     def __init__(self, state: State, scanner: Scanner) -> None:
         self._state, self._scanner = state, scanner
@@ -108,7 +113,7 @@ class Writer:
         self._tombstones_s = 0.0
 
     def due_s(self) -> float:
-        """Monotonic time at which `step` has work. The caller holds the lock."""
+        """Return the monotonic time at which `step` will have work. The caller holds the lock."""
         state = self._state
         if not state.writable:
             return state.retry_s
@@ -124,7 +129,7 @@ class Writer:
             self._state.fail(error)
 
     def finish(self) -> None:
-        """Publish the part and all pending tombstones, because the tier is being closed."""
+        """Publish the part and all pending tombstones before the tier closes."""
         try:
             self._seal()
             while self._state.catalog.tombstones.pending and self._state.writable:
@@ -139,7 +144,7 @@ class Writer:
         if not state.writable:
             state.folder.prepare()
             state.folder.probe(self._next_sequence())
-            self._seal()  # the part that was being filled at the failure
+            self._seal()  # publishes the part that was being filled when the tier failed
             with state.lock:
                 state.writable = True
                 state.recover()
@@ -158,7 +163,7 @@ class Writer:
             self._begin()
 
     def _next_batch(self) -> list[Item]:
-        """Take the chunks of the next batch from the queue. Returns [] if there are none, or they need a new part."""
+        """Take the next batch's chunks from the queue. Returns [] if the queue is empty or a new part is needed."""
         state, part, tombstones = self._state, self._part, self._state.catalog.tombstones
         items, blocks, texts = list[Item](), 0, frozenset[bytes]()
         while part is not None and (item := state.next_item()) is not None and len(items) < BATCH_CHUNKS:
@@ -193,13 +198,13 @@ class Writer:
                 state.finish(item, is_here)
 
     def _next_sequence(self, above: int = 0) -> int:
-        """Return a new sequence: the time in ns, raised above `above` and all earlier results if needed."""
+        """Return a new sequence: the time in ns since 1970, but more than `above` and than all earlier results."""
         with self._state.lock:
             self._sequence = max(time.time_ns(), self._sequence + 1, above + 1)
             return self._sequence
 
     def _begin(self) -> None:
-        """Begin a part. Its sequence is higher than those of all tombstones, so none of them covers its chunks."""
+        """Begin a part. Its sequence is higher than that of every tombstone, so no tombstone covers its chunks."""
         state = self._state
         self._seal()
         if state.catalog.tombstones.pending:
@@ -224,7 +229,10 @@ class Writer:
                 pack.name, pack.nbytes = name, part.nbytes
 
     def _write_tombstones(self) -> None:
-        """Write pending tombstones to a new file. If this node has MERGE_FILES older files, they are merged into it."""
+        """Write pending tombstones to a new file.
+
+        If this node has MERGE_FILES older tombstone files, the new file replaces them.
+        """
         state, catalog, tombstones = self._state, self._state.catalog, self._state.catalog.tombstones
         with state.lock:
             keys, texts = list(islice(tombstones.pending_keys, TOMBSTONE_KEYS)), list(tombstones.pending_texts)
@@ -246,7 +254,7 @@ class Writer:
             state.folder.remove(pack.name)
 
     def _merged(self, old: list[Pack]) -> tuple[list[bytes], list[bytes]]:
-        """Tombstones of these files: keys and quota groups. Keys and groups that were stored again are left out."""
+        """Return the keys and quota groups of these tombstone files, without those that were stored again."""
         catalog = self._state.catalog
         keys, texts = catalog.tombstones.of({pack.name.sequence for pack in old})
         here = catalog.index.find_all(key_array(keys)) >= 0

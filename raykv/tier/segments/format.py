@@ -14,8 +14,10 @@ tier reads only the summary. If the summary is missing or damaged, the tier read
 damaged record.
 
 A checksum (xxh3-64) covers each record with its padding. A record with a wrong checksum is ignored. Each entry has the
-checksum of its chunk, which is verified at each read of the chunk. Each use of a file has a new pair of incarnation and
-sequence number, so records from an earlier use of the file are never taken for records of the current one.
+checksum of its chunk. Every read of a chunk verifies this checksum.
+
+A freed file is used again, and may still have records of its earlier use. Each use of a file has its own pair of
+incarnation and sequence number. So a reader recognizes the old records.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,15 +76,15 @@ ENTRY: Final = np.dtype(
     ]
 )
 """A chunk in a record. `block`: its first block in the segment. `batch`: number of its batch. `group`: index into the
-record's texts. `chained`: 1 if the chunk has a parent (the chunk before it in its chain), with the key `parent`."""
+record's texts. `chained`: 1 if the chunk has a preceding chunk in its chain. `parent`: key of that preceding chunk."""
 DELETED: Final = np.dtype([("key", "<u8", 2), ("batch", "<u4"), ("reserved", "<u4")])
 DROPPED: Final = np.dtype([("group", "<u4"), ("batch", "<u4")])
 _FOOT: Final = np.dtype([("magic", "<u8"), ("blocks", "<u8")])
-"""The last bytes of a record. `blocks` is its length: a reader needs it to find where a summary begins."""
+"""The last bytes of a record. `blocks` is the record's length. A reader needs it to find where a summary begins."""
 
 Array = npt.NDArray[Any]
 Read = Callable[[int, int], memoryview]
-"""Takes (offset, nbytes), returns bytes of a segment: fewer at the file's end. The next call may overwrite them."""
+"""Takes (offset, nbytes) and returns bytes of a segment, fewer at the file's end. The next call may overwrite them."""
 
 
 class Counts(NamedTuple):
@@ -159,7 +161,7 @@ def encode(record: Record, target: memoryview) -> int:
 
 
 def claimed_blocks(first: memoryview) -> int:
-    """The record's length in blocks, as its first block states it (unverified). 0 if the block begins no record."""
+    """Return the length in blocks that a record's first block states. 0 if no record begins there. Verifies nothing."""
     if len(first) < BLOCK_NBYTES:
         return 0
     head = np.frombuffer(first, HEAD, 1)[0]
@@ -167,7 +169,7 @@ def claimed_blocks(first: memoryview) -> int:
 
 
 def decode(view: memoryview) -> Record | None:
-    """Decode the record that fills `view`; None if the record is damaged. The result is independent of `view`."""
+    """Decode the record that fills `view`; None if the record is damaged. The result shares no memory with `view`."""
     raw = bytearray(view)
     if len(raw) < BLOCK_NBYTES or claimed_blocks(memoryview(raw)) * BLOCK_NBYTES != len(raw):
         return None
@@ -189,7 +191,10 @@ def decode(view: memoryview) -> Record | None:
 
 
 def batches(read: Read, *, segment_blocks: int, blocks_there: int) -> Iterator[Record]:
-    """Records of a segment's batches in order, until one is damaged or comes from an earlier use of the file."""
+    """Yield the records of a segment's batches in order. `blocks_there`: present length of the file in blocks.
+
+    Stops at a record that is damaged or comes from an earlier use of the file.
+    """
     start, number, life = 0, 0, None
     while start < blocks_there:
         view = read(start * BLOCK_NBYTES, BLOCK_NBYTES)
@@ -207,7 +212,7 @@ def batches(read: Read, *, segment_blocks: int, blocks_there: int) -> Iterator[R
 
 
 def read_summary(read: Read, *, segment_blocks: int) -> Record | None:
-    """The summary of a segment; None if it is missing or damaged."""
+    """Return the summary of a segment; None if it is missing or damaged."""
     tail = min(TAIL_BLOCKS, segment_blocks)
     view = read((segment_blocks - tail) * BLOCK_NBYTES, tail * BLOCK_NBYTES)
     if len(view) != tail * BLOCK_NBYTES:
@@ -223,7 +228,7 @@ def read_summary(read: Read, *, segment_blocks: int) -> Record | None:
 
 
 def read_segment(read: Read, *, segment_blocks: int, blocks_there: int) -> tuple[Record, bool] | None:
-    """All content of a segment as one SUMMARY, and whether the segment is sealed. None if the segment has no batch."""
+    """Return all content of a segment as one SUMMARY, and whether the segment is sealed. None if it has no batch."""
     if blocks_there >= segment_blocks:
         sealed = read_summary(read, segment_blocks=segment_blocks)
         if sealed is not None:
@@ -254,12 +259,12 @@ def joined(records: Sequence[Record]) -> Record:
 
 
 def living(record: Record) -> Array:
-    """Entries of a record, without those that a later entry of the same key replaces or a later tombstone covers."""
+    """Return the valid entries of a record: no later entry has the same key, and no later tombstone covers them."""
     entries = record.entries
     if not len(entries):
         return entries
     keys = flat(entries["key"])
-    # The last entry of each key: `unique` returns the first of equal keys, so the keys are reversed.
+    # Find the last entry of each key. `unique` returns the first of equal keys, so the keys are reversed.
     _, first = np.unique(keys[::-1], return_index=True)
     latest = np.sort(len(entries) - 1 - first)
     alive = np.ones(len(latest), np.bool_)
@@ -274,14 +279,14 @@ def living(record: Record) -> Array:
 
 
 def tombstones_of(keys: Sequence[bytes], groups: Sequence[int]) -> tuple[Array, Array]:
-    """Make the arrays of a record's tombstones. `groups`: index of each dropped group in the record's texts."""
+    """Make `Record.deleted` and `Record.dropped`. `groups`: index of each dropped group in the record's texts."""
     deleted, dropped = np.zeros(len(keys), DELETED), np.zeros(len(groups), DROPPED)
     deleted["key"], dropped["group"] = key_array(keys), groups
     return deleted, dropped
 
 
 def flat(keys: Array) -> Array:
-    """Keys of shape [n, 2] as n values of 16 bytes, for sorting and hashing."""
+    """Convert keys of shape [n, 2] to n values of 16 bytes, for sorting and hashing."""
     return np.ascontiguousarray(keys, "<u8").view("V16").reshape(-1)
 
 

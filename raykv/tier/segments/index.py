@@ -1,7 +1,7 @@
 """The index of a tier: a row per chunk, in anonymous memory. Not thread-safe.
 
-It is a chunk table like the arena's (`raykv.memory.table`), so a lookup of thousands of keys is one call. Column `page`
-is the chunk's first block within its segment. Times are by the wall clock.
+The index uses the same chunk table as the arena (`raykv.memory.table`), so one call looks up thousands of keys. The
+column `page` has the chunk's first block within its segment. Times are in seconds since 1970.
 """
 
 from collections import deque
@@ -20,11 +20,11 @@ from raykv.tier.segments.format import BLOCK_NBYTES, Array
 from raykv.types import Bits, KeyArray, Rows
 
 SEGMENTS: Final = 1 << 20
-"""A drive has fewer segments than this. `Index.segment` of the SSD tier is drive number * SEGMENTS + segment number."""
+"""A drive has fewer segments than this. The SSD tier's `Index.segment` is drive number * SEGMENTS + segment number."""
 REBUILD_ROWS: Final = 1 << 14
 REBUILD_SHARE: Final = 8
-"""If one call removes more than REBUILD_ROWS rows, and these are more than an eighth of the rows that remain, the hash
-index is rebuilt. This is faster than removing each row from it."""
+"""The hash index is rebuilt if one call removes more than REBUILD_ROWS rows, and these are more than 1/REBUILD_SHARE of
+the remaining rows. Then rebuilding is faster than removing row by row."""
 CHANGES: Final = 1 << 22
 """`Changes` keeps at most about this many keys. If there are more, the oldest keys are dropped."""
 
@@ -33,7 +33,8 @@ class Index:
     """An index with one row for each chunk.
 
     Attributes:
-        segment: For each row: number of the drive and segment (see SEGMENTS), or of the pack, that holds the chunk.
+        segment: Where each row's chunk is. In the SSD tier: number of drive and segment, see SEGMENTS. In the file
+            tier: `Pack.number`.
         nbytes: Bytes of each quota group's chunks, by number of the group.
     """
 
@@ -56,11 +57,11 @@ class Index:
         return self._chunks
 
     def find(self, keys: KeyArray, *, now_s: float) -> Rows:
-        """Row of each key; -1 if the key is not here or has expired."""
+        """Return the row of each key; -1 if the key is not here or has expired."""
         return self._table.find_ready(keys, self._table.ticks(now_s))[0]
 
     def find_all(self, keys: KeyArray) -> Rows:
-        """Row of each key, expired or not; -1 if the key is not here."""
+        """Return the row of each key, expired or not; -1 if the key is not here."""
         return self._table.find(keys)
 
     def found(self, row: int) -> Found:
@@ -82,11 +83,11 @@ class Index:
         return self._table.ready_rows()
 
     def used(self) -> slice:
-        """A slice from row 0 that contains all rows in use."""
+        """Return a slice from row 0 that contains all rows in use, and maybe free ones."""
         return slice(0, self._free.fresh)
 
     def rows_where(self, bits: Bits) -> Rows:
-        """Rows in use whose bit is set. `bits` has one bit for each row of `used()`."""
+        """Return the rows in use whose bit is set. `bits` has one bit for each row of `used()`."""
         return np.flatnonzero(bits & (self.columns.generation[: len(bits)] == 2)).astype(np.int32)
 
     def rows_of_group(self, group: int) -> Rows:
@@ -107,6 +108,7 @@ class Index:
         return len(self._free) + self.rows - self._free.limit
 
     def allocate(self, count: int) -> Rows:
+        """Take free rows. Returns fewer than `count` if the index is full."""
         table = self._table
         while len(self._free) < count and table.rows_populated < self.rows:
             if not table.populate_rows(max(2 * table.rows_populated, ROWS_AT_START)):
@@ -115,7 +117,12 @@ class Index:
         return self._free.take(count)
 
     def insert(self, rows: Rows, entries: Array, groups: npt.NDArray[Any], segment: int) -> None:
-        """Enter chunks (`format.ENTRY`) into allocated rows. Their keys must be new. `groups`: each chunk's group."""
+        """Enter chunks (`format.ENTRY`) into allocated rows. Their keys must be new.
+
+        Args:
+            groups: Number of each chunk's quota group.
+            segment: The same for all chunks; see `Index.segment`.
+        """
         columns = self.columns
         ticks = np.maximum(1, (entries["expires_s"] - self._made_at_s) * TICKS_PER_S)
         columns.expires[rows] = np.where(entries["expires_s"] > 0, np.minimum(ticks, 0xFFFFFFFF), 0)
@@ -167,7 +174,7 @@ class Changes:
             self._count -= len(self._keys.popleft())
 
     def take(self) -> KeyArray:
-        """Return all keys, without duplicates, and clear them."""
+        """Return all keys without duplicates, and forget them."""
         changes, self._keys, self._count = self._keys, deque(), 0
         if not changes:
             return empty()

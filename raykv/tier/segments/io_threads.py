@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 class IoThreads:
     """Threads, each of which runs tasks one after another. `longest_s` shows whether a task takes too long.
 
-    They run with SCHED_BATCH: a thread that wakes up after I/O does not preempt threads that serve reads from memory.
+    The threads use the scheduling policy SCHED_BATCH. Because of it, a thread that wakes up after I/O does not preempt
+    threads that serve reads from memory.
     """
 
     def __init__(
@@ -28,8 +29,9 @@ class IoThreads:
     ) -> None:
         """Start the threads.
 
-        `next_task` takes the thread's number and waits for a task; it returns None to end the thread. `failed` is
-        called with any exception that a task raises, and should turn the tier off; the thread continues.
+        Args:
+            next_task: Takes the number of a thread, waits, and returns that thread's next task. None ends the thread.
+            failed: Is called with any exception that a task raises, and should turn the tier off. The thread continues.
         """
         self._next_task, self._failed = next_task, failed
         self._since: list[float | None] = [None] * count
@@ -49,7 +51,7 @@ class IoThreads:
         return sum(since is not None for since in self._since)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for all threads to end. Returns False if one still waits for the disk."""
+        """Wait at most `timeout_s` for all threads to end. Returns whether all have ended."""
         until_s = time.monotonic() + timeout_s
         for thread in self.threads:
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -70,7 +72,7 @@ class IoThreads:
 
 
 class Callbacks:
-    """The thread that calls callbacks. Callbacks may acquire locks and be slow, so I/O threads must not call them."""
+    """A thread that calls callbacks. I/O threads must not do this, because callbacks may acquire locks and be slow."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -82,7 +84,7 @@ class Callbacks:
         self._queue.put(call)
 
     def close(self, threads: Sequence[threading.Thread], timeout_s: float) -> None:
-        """End this thread after those in `threads` have ended and all callbacks have run. Waits at most `timeout_s`."""
+        """End the thread once all `threads` have ended and all callbacks were called. Waits at most `timeout_s`."""
         self._threads = threads
         self._queue.put(None)
         self._thread.join(timeout_s)
@@ -101,5 +103,5 @@ class Callbacks:
         try:
             if call is not None:
                 call()
-        except Exception:  # the callback's error; other callbacks must still be called
+        except Exception:  # an error of one callback must not prevent the others
             log.exception("a tier's caller failed in its callback")

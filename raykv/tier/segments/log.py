@@ -4,6 +4,8 @@ A segment goes through these states:
 
     absent -> free -> open -> closed -> sealing -> sealed -> reclaiming -> free
 
+An open segment gets new batches. A closed segment gets no more batches. A sealed segment also has its summary.
+
 Segments are reclaimed in the order of their sequence numbers. So a tombstone outlives everything that it covers. Only
 a segment without live chunks and without tombstones may be reclaimed out of order.
 
@@ -20,12 +22,18 @@ from raykv.tier.segments.format import BATCH, Counts, Record, blocks_of, joined,
 from raykv.tier.segments.requests import Item, entries_of
 
 SPARE_SEGMENTS: Final = 2
-"""If fewer segments than this are free, one is made or reclaimed: new chunks need one, and moved chunks another."""
+"""If fewer segments than this are free, one is made or reclaimed. New chunks need one, and moved chunks another."""
 
 
 @dataclass(eq=False)
 class Batch:
-    """A batch that begins at block `start` of its segment. `content` is what the caller of `Log.place` passed."""
+    """A batch in a segment.
+
+    Attributes:
+        start: First block of the batch in the segment.
+        content: What the caller of `Log.place` passed.
+        finished: Whether the batch is written.
+    """
 
     segment: "Segment"
     start: int
@@ -41,9 +49,11 @@ class Segment:
     Attributes:
         sequence: Position in the order in which segments were opened; 0 while free.
         live_nbytes: Bytes of its chunks that are in the index.
-        readers: Number of reads queued or running.
-        end, placed: First block of the next batch, and its number.
-        records: Records of the written batches; empty once sealed.
+        readers: Number of reads of this segment that are queued or running.
+        end: First block of the next batch.
+        placed: Number of batches so far.
+        records: Records of the written batches; empty once the segment is sealed.
+        in_flight: Batches that are not in `records` yet, in order.
         counts: Numbers of entries and tombstones in all batches together.
     """
 
@@ -64,7 +74,8 @@ class Log:
     """The segments of one path, at most `limit`.
 
     Attributes:
-        open, reclaiming: The segment being filled, and the segment being reclaimed.
+        open: The segment that is being filled; None if there is none.
+        reclaiming: The segment that is being reclaimed; None if there is none.
     """
 
     def __init__(self, *, limit: int, segment_blocks: int, incarnation: int) -> None:
@@ -77,10 +88,11 @@ class Log:
         self._closed: list[Segment] = []
 
     def free(self) -> list[int]:
-        """Numbers of the segments that may be opened: free ones without readers."""
+        """Return the numbers of the segments that may be opened: free ones without readers."""
         return [number for number in self._free if not self.segments[number].readers]
 
     def absent(self) -> int | None:
+        """Return a number for a new segment; None if the log has `limit` segments."""
         if len(self.segments) >= self.limit:
             return None
         return next(number for number in range(self.limit) if number not in self.segments)
@@ -107,7 +119,7 @@ class Log:
         return [segment for segment in self.segments.values() if segment.state != "free"]
 
     def open_next(self, *, spare: int = 0) -> Segment | None:
-        """Close the open segment and open a free one. If at most `spare` segments are free, only return None."""
+        """Close the open segment and open a free one. Returns None, and does nothing, if at most `spare` are free."""
         free = self.free()
         if len(free) <= spare:
             return None
@@ -121,7 +133,12 @@ class Log:
         return self.open
 
     def fits(self, counts: Counts, *, blocks: int) -> bool:
-        """Whether a batch whose chunks take `blocks` blocks fits into the open segment, with room for the summary."""
+        """Whether a batch fits into the open segment, and leaves room for the summary.
+
+        Args:
+            counts: What the record of the batch lists.
+            blocks: Length of the chunks of the batch, in blocks.
+        """
         segment = self.open
         if segment is None:
             return False
@@ -131,7 +148,14 @@ class Log:
     def place(
         self, items: Sequence[Item], content: Any, *, keys: Sequence[bytes] = (), groups: Sequence[bytes] = ()
     ) -> Batch:
-        """Add a batch at the end of the open segment, where it must fit. `keys` and `groups` (JSON) get tombstones."""
+        """Add a batch to the open segment. `fits` must be True for it.
+
+        Args:
+            items: Chunks of the batch.
+            content: Becomes `Batch.content`.
+            keys: Deleted keys, which get tombstones.
+            groups: Dropped quota groups as JSON, which get tombstones.
+        """
         segment = self.open
         assert segment is not None
         start, number = segment.end, segment.placed
@@ -165,7 +189,10 @@ class Log:
         return batch
 
     def finish(self, batch: Batch) -> list[Batch]:
-        """Mark a batch as written. Returns the batches that recovery can now find: no unwritten batch precedes them."""
+        """Mark a batch as written. Returns the batches that recovery can find from now on.
+
+        Recovery cannot read past an unwritten batch. So a batch is returned once all batches before it are written.
+        """
         batch.finished, ready = True, []
         in_flight = batch.segment.in_flight
         while in_flight and in_flight[0].finished:
@@ -192,7 +219,10 @@ class Log:
         return self.reclaiming is None and len(self.free()) < SPARE_SEGMENTS
 
     def choose_victim(self) -> Segment | None:
-        """Choose the next segment to reclaim, and mark it "reclaiming". None if one is marked, or none is ready."""
+        """Choose the next segment to reclaim, and mark it "reclaiming".
+
+        Returns None if another segment is being reclaimed, or if the oldest segment is not sealed yet.
+        """
         if self.reclaiming is not None:
             return None
         in_use = self.in_use()

@@ -22,20 +22,23 @@ COUNTS: Final = (
 """Counters of every tier; see `Tier.stats`."""
 QUEUED_CHUNKS: Final = 1 << 14
 QUEUED_NBYTES: Final = 128 << 20
-"""A write queue of this many chunks or bytes takes no more: queued chunks cannot be evicted from memory."""
+"""A write queue with this many chunks or bytes is full. It is limited because memory cannot evict queued chunks."""
 QUEUED_READS: Final = 1 << 14
 """A tier with this many queued reads (`Run`) refuses further calls of `Tier.read`."""
 READ_NBYTES: Final = 4 << 20
-"""Adjacent chunks are read by one call if they have at most this many bytes together."""
+"""One call reads several adjacent chunks if they have at most this many bytes together."""
 
 
 class Request:
-    """A call of `Tier.write` or `Tier.read`. Calls `done` when all chunks are finished. Guarded by the tier's lock."""
+    """A pending call of `Tier.write` or `Tier.read`. The tier's lock guards it.
+
+    When all its chunks are finished, the thread of `callbacks` calls `done`.
+    """
 
     def __init__(self, callbacks: Callbacks, done: Callable[[list[bool]], None], *, chunks: int = 0) -> None:
         self._callbacks, self._done = callbacks, done
         self._results = [False] * chunks
-        self._left = 1  # number of unfinished chunks, plus 1 until the caller has called `submit`
+        self._left = 1  # number of unfinished chunks, and 1 more until the caller has called `submit`
 
     def add(self, result: bool | None = None) -> int:
         """Add a chunk and return its position. If `result` is None, the caller must call `finish` for it later."""
@@ -63,8 +66,9 @@ class Item:
     Attributes:
         view: Bytes of the chunk, padded to a whole block.
         text: Quota group as JSON.
-        request, place: The request that the chunk belongs to, and its position there.
-        moved_from: Segment that the chunk is moved out of, as in `Index.segment`; -1 for a chunk of a caller.
+        request: The call of `Tier.write` to which the chunk belongs, or the move out of a segment.
+        place: Position of the chunk in `request`.
+        moved_from: The segment out of which the chunk is moved, as in `Index.segment`. -1: a caller stores the chunk.
         cancelled: Whether the chunk was deleted after it was queued.
     """
 
@@ -97,9 +101,9 @@ class WriteQueue:
         self.counts = dict.fromkeys(COUNTS, 0)
 
     def offer(self, chunks: Sequence[Chunk], done: Written, *, on: bool) -> int:
-        """Queue chunks, see `Tier.write`. Takes none if the tier is not `on`.
+        """Queue chunks; see `Tier.write`. `on`: whether the tier accepts chunks.
 
-        `done` gets False for a chunk that is too large, or that an earlier call is still writing.
+        `done` gets False for a chunk that is too large, or that an earlier call has queued.
         """
         request, taken = Request(self.callbacks, lambda results: done(chunks[: len(results)], results)), 0
         here = self.index.find(key_array([chunk.key for chunk in chunks]), now_s=time.time()) >= 0
@@ -124,11 +128,14 @@ class WriteQueue:
         self.coming[item.chunk.key] = item
         self.queue.append(item)
         self.queued_nbytes += item.chunk.nbytes
-        if item.moved_from >= 0:  # moved chunks go first: once they are written, their old segment is freed
+        if item.moved_from >= 0:  # moved chunks go first, because their old segment is freed once they are written
             self.queue.rotate(1)
 
     def next_item(self) -> Item | None:
-        """The first chunk of the queue, after removing cancelled chunks before it. None if the queue is empty."""
+        """Return the first chunk of the queue, without removing it. None if the queue is empty.
+
+        Cancelled chunks before it are removed.
+        """
         while self.queue and self.queue[0].cancelled:
             self.finish(self.dequeue(), False)
         return self.queue[0] if self.queue else None
@@ -145,7 +152,7 @@ class WriteQueue:
         item.request.finish(item.place, result)
 
     def cancel(self, keys: Iterable[bytes]) -> None:
-        """Cancel those chunks of `keys` that are queued or being written, because they were deleted."""
+        """Cancel deleted chunks: those of `keys` that are queued or being written."""
         for key in self.coming.keys() & keys:
             self.coming[key].cancelled = True
 
@@ -153,13 +160,16 @@ class WriteQueue:
         self.cancel([key for key, item in self.coming.items() if item.chunk.group == group])
 
     def refuse_writes(self) -> None:
-        """Report queued chunks as not written. Those being written end later: the disk may use their bytes."""
+        """Report queued chunks as not written.
+
+        Chunks that are being written are reported later, because the disk still uses their bytes.
+        """
         while self.queue:
             self.finish(self.dequeue(), False)
 
 
 def entries_of(items: Sequence[Item], texts: Sequence[bytes]) -> Array:
-    """Entries (`format.ENTRY`) of chunks, with `block` and `batch` still 0. `texts`: the quota groups of the record."""
+    """Make the entries (`format.ENTRY`) of chunks, with `block` and `batch` 0. `texts`: quota groups of the record."""
     indexes = {text: index for index, text in enumerate(texts)}
     entries = np.zeros(len(items), ENTRY)
     if items:
@@ -173,7 +183,13 @@ def entries_of(items: Sequence[Item], texts: Sequence[bytes]) -> Array:
 
 
 class Piece(NamedTuple):
-    """A chunk to be read to `offset` in the arena. `place`: position in its request. Other fields: from the index."""
+    """A chunk to be read.
+
+    Attributes:
+        row, segment, block, nbytes, checksum: Row of the chunk in the index, and its values there.
+        offset: Where to put the chunk in the arena.
+        place: Position of the chunk in its request.
+    """
 
     row: int
     segment: int
@@ -204,7 +220,7 @@ class Run:
         return right
 
     def enter(self, right: Bits, queue: WriteQueue) -> Rows:
-        """Count bytes and reads of the right chunks. Returns the rows of the wrong chunks that the index still has."""
+        """Count the bytes and reads of the `right` chunks. Returns the rows of the others that the index still has."""
         index, columns = queue.index, queue.index.columns
         rows, segments, blocks, nbytes, checksums = np.array([piece[:5] for piece in self.pieces], np.uint64).T
         rows = rows.astype(np.int32)
@@ -222,7 +238,7 @@ class Run:
 def runs_of(
     index: Index, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], request: Request
 ) -> list[Run]:
-    """Make runs for the chunks that are still the same as in `found`. A run reads chunks adjacent on the disk."""
+    """Make runs for those chunks that are still as in `found`. Each run reads chunks that are adjacent on the disk."""
     rows, columns = index.find(keys, now_s=time.time()), index.columns
     fields: list[Array] = [index.segment, columns.page, columns.nbytes, columns.checksum]
     values = zip(rows.tolist(), *(field[rows].tolist() for field in fields), offsets, range(len(keys)), strict=True)

@@ -3,7 +3,7 @@
 O_DIRECT transfers bytes between the drive and the arena without a copy. One call writes a batch: a record and all its
 chunks. If a file system refuses O_DIRECT, bytes pass through the page cache and are dropped from it at once.
 
-Each operation opens its file, which costs microseconds. So a removed directory is noticed at once.
+Each operation opens its file again, so that a removed directory is noticed at once. This costs microseconds.
 """
 
 import errno
@@ -20,11 +20,11 @@ from raykv.errors import ConfigError
 from raykv.tier.segments.format import BLOCK_NBYTES, Record, encode
 
 IOV_MAX: Final = 1024
-"""At most this many buffers are in one system call (the limit of Linux)."""
+"""Limit of Linux: the most buffers in one system call."""
 
 
 class Volume:
-    """The segment files of a directory. `direct`: whether O_DIRECT is used. Thread-safe; methods wait for the disk."""
+    """The segment files of a directory. Thread-safe; methods wait for the disk. `direct`: whether O_DIRECT is used."""
 
     def __init__(self, path: Path, *, segment_nbytes: int, direct: Literal["try", "require", "never"]) -> None:
         self.path, self.segment_nbytes = path, segment_nbytes
@@ -62,6 +62,7 @@ class Volume:
             raise ConfigError(f"field 'direct': the file system of {self.path} refuses O_DIRECT; use 'try'")
 
     def numbers(self) -> dict[int, int]:
+        """Return the length in bytes of each segment file, by number."""
         return {
             int(match[1]): entry.stat(follow_symlinks=False).st_size
             for entry in os.scandir(self.path)
@@ -69,7 +70,7 @@ class Volume:
         }
 
     def make(self, number: int) -> None:
-        """Create a segment file, or extend it to its full length. If this fails, a file that was new is removed."""
+        """Create a segment file, or extend a short one to full length. If this fails, a new file is removed again."""
         path = self._path(number)
         existed = path.exists()
         with self._file(number, os.O_CREAT) as fd:
@@ -98,7 +99,7 @@ class Volume:
         return nbytes
 
     def read(self, number: int, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers, aligned like those of `write`. Returns the number of bytes read: fewer at the file's end."""
+        """Fill buffers, aligned as for `write`. Returns the number of bytes read, which is lower at the file's end."""
         with self._file(number) as fd:
             nbytes = transfer(os.preadv, fd, buffers, offset)
             if not self.direct:

@@ -1,8 +1,8 @@
-"""Recovery: finds the chunks on one drive when it starts. See `raykv.tier.ssd.tier`.
+"""Recovery: finds the chunks on a drive when the drive starts. See `raykv.tier.ssd.tier`.
 
 First, several threads read the records of all segments: the summary of a sealed segment, or all batches of an unsealed
 one. In an unsealed segment, chunks with a wrong checksum (a torn write) are left out. Then one thread enters the chunks
-into the index, the newest segment first. A key that is in a newer segment or newer tombstone is left out.
+into the index, the newest segment first. A key is left out if a newer segment or a newer tombstone has it.
 
 Each step is a task, which a thread of the drive runs. An error turns the drive off.
 """
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 class Recovery:
     def __init__(self, shared: Shared, drive: Drive) -> None:
-        """Read nothing yet. The first task is `list_segments`, or `open` if the directory is not open."""
+        """Read nothing yet. Recovery begins with the task `list_segments`, or `open` if the directory is closed."""
         self._shared, self._drive = shared, drive
         self._unread = 0
         self._found: list[tuple[int, Record, bool]] = []
-        self._deleted, self._dropped = set[bytes](), set[bytes]()  # tombstones of newer segments
+        self._deleted, self._dropped = set[bytes](), set[bytes]()  # tombstones of newer segments than the current one
 
     def open(self) -> None:
         self._drive.volume.open()
@@ -91,7 +91,7 @@ class Recovery:
         for number, record, sealed in found:
             for text in record.texts:
                 if text not in numbers:
-                    numbers[text] = shared.groups.number(text)  # acquires the node's lock: not under the tier's lock
+                    numbers[text] = shared.groups.number(text)  # acquires the node's lock, so not under the tier's
             entries = living(record)
             with shared.lock:
                 if epoch != drive.epoch:
@@ -106,7 +106,7 @@ class Recovery:
     def _enter(
         self, number: int, record: Record, entries: Array, groups: Sequence[int | None], *, sealed: bool
     ) -> None:
-        """Enter a segment's chunks into the index. `groups`: number of each of `record.texts` (None: unknown)."""
+        """Enter a segment's chunks into the index. `groups`: the number of each of `record.texts`; None without one."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         segment = drive.log.add_found(number, sealed=sealed, record=record)
         dropped = self._dropped | drive.dropped.keys()
@@ -119,7 +119,7 @@ class Recovery:
         existing = index.find_all(np.ascontiguousarray(entries["key"]))
         elsewhere = (existing >= 0) & (index.segment[existing] // SEGMENTS != drive.number)
         for key in raw_keys(entries["key"][elsewhere]):
-            drive.deleted[key] = None  # another drive has this chunk too: delete this copy
+            drive.deleted[key] = None  # the index has a copy on another drive: delete this copy
         entries = entries[existing < 0]
         numbers = np.array([group or 0 for group in groups], np.uint16)[entries["group"]]
         shared.insert(drive, segment, entries, numbers)

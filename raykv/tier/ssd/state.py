@@ -1,7 +1,7 @@
-"""The state of an SSD tier: `Drive` for each path, and `Shared`: index and write queue. One lock guards all of it.
+"""The state of an SSD tier: a `Drive` for each path, and `Shared` with index and write queue. One lock guards it all.
 
-Invariant: recovery would find the chunks of the index and no others, except deleted chunks with a tombstone that is not
-written yet.
+Invariant: recovery would find exactly the chunks of the index. The only exception is a deleted chunk whose tombstone is
+not written yet.
 """
 
 import errno
@@ -32,16 +32,22 @@ log = logging.getLogger(__name__)
 PENDING_DELETED: Final = 1 << 20
 """A drive that is off remembers at most this many deleted keys. If there are more, the next start empties the drive."""
 INDEX_ROW_NBYTES: Final = 64 << 10
-"""The index has one row (for one chunk) for each 64 KiB of capacity, unless the config has `max_chunks`."""
+"""The index has one row for each 64 KiB of capacity, unless the config has `max_chunks`. Each chunk takes a row."""
 RETRY_S: Final = 30.0
 """Time between a drive's failure and the next attempt to open it."""
 
 
 @dataclass(eq=False, slots=True)
 class Content:
-    """The content of a batch: chunks (`items`), their size in blocks, their quota groups (`texts`), and tombstones.
+    """The content of a batch: chunks and tombstones.
 
-    Tombstones are for `deleted` keys and `dropped` quota groups. `epoch` is `Drive.epoch` when the batch was begun.
+    Attributes:
+        epoch: `Drive.epoch` when the batch was begun.
+        deleted: Deleted keys, for tombstones.
+        dropped: Dropped quota groups as JSON, for tombstones.
+        items: Chunks of the batch.
+        blocks: Length of the chunks in blocks.
+        texts: Quota groups of the chunks as JSON.
     """
 
     epoch: int
@@ -52,7 +58,7 @@ class Content:
     texts: frozenset[bytes] = frozenset()
 
     def counts(self, item: Item | None = None) -> Counts:
-        """How many entries and tombstones the batch's record has. If `item` is given, it is counted too."""
+        """Return what the record of the batch lists. With `item`: what it would list after adding this chunk."""
         texts = self.texts.union(self.dropped, [item.text] if item else [])
         return Counts(len(self.items) + (item is not None), len(self.deleted), len(self.dropped), texts)
 
@@ -63,12 +69,14 @@ class Drive:
     Attributes:
         slow: Whether an operation takes too long. If so, the drive gets no new work.
         reason: Why the drive is off or does not grow; empty if nothing is wrong.
-        epoch: Number of failures. Results of work begun in an earlier epoch are ignored.
-        deleted, dropped: Tombstones that are not in a batch yet: keys, and quota groups as JSON.
+        epoch: Number of failures so far. Results of work that was begun in an earlier epoch are ignored.
+        deleted: Keys of tombstones that are not in a batch yet.
+        dropped: Quota groups (as JSON) of tombstones that are not in a batch yet.
         drop_everything: Whether there were too many tombstones to keep. If so, the next start empties the drive.
         tasks: Queued tasks of upkeep and recovery.
         reads: Queued reads, each of a run of adjacent chunks.
         under_way: Number of running reads and writes.
+        in_flight: Batches that are in the log, but not in the index yet.
     """
 
     def __init__(self, number: int, volume: Volume, config: SsdConfig, lock: threading.Lock) -> None:
@@ -110,7 +118,7 @@ class Drive:
         return any(content.deleted or content.dropped for content in contents) or any(cancelled)
 
     def identity(self, segment: Segment) -> int:
-        """The number that stands for a segment of this drive in `Index.segment`."""
+        """Return the number that stands for a segment of this drive in `Index.segment`."""
         return self.number * SEGMENTS + segment.number
 
     def notify(self) -> None:
@@ -122,9 +130,9 @@ class Drive:
         self.wake.notify()
 
     def remember_deleted(self, keys: Sequence[bytes]) -> None:
-        """Keep tombstones for keys that are deleted while the drive is not on, since it may have these chunks.
+        """Keep tombstones of keys that are deleted while the drive is not on, because the drive may have the chunks.
 
-        Above PENDING_DELETED keys, the drive drops everything instead.
+        If there are more than PENDING_DELETED keys, the next start empties the drive instead.
         """
         self.deleted.update(dict.fromkeys(keys))
         if len(self.deleted) > PENDING_DELETED:
@@ -144,7 +152,12 @@ class Drive:
 
 
 class Shared(WriteQueue):
-    """State that all drives share. `lock` guards it and all drives. `ended`: whether the tier is being closed."""
+    """State that all drives share.
+
+    Attributes:
+        lock: Guards this object and all drives.
+        ended: Whether the tier is being closed.
+    """
 
     def __init__(self, config: SsdConfig, environment: Environment) -> None:
         rows = config.max_chunks or max(1024, len(config.paths) * config.capacity_nbytes // INDEX_ROW_NBYTES)
@@ -165,12 +178,12 @@ class Shared(WriteQueue):
             self.refuse_writes()
 
     def fail_moves(self) -> None:
-        """Give up the queued moves, as no segment is free. When all moves have ended, their old segment is freed."""
+        """Report queued moves as failed, because no segment is free for them. After that, the old segment is freed."""
         while (item := self.next_item()) is not None and item.moved_from >= 0:
             self.finish(self.dequeue(), False)
 
     def free_rows(self) -> int:
-        """Number of index rows that will be free after all batches being written are published."""
+        """Return the number of free index rows, without those that the batches being written will take."""
         in_flight = [len(batch.content.items) for drive in self.drives for batch in drive.in_flight]
         return self.index.free_rows() - sum(in_flight)
 
@@ -182,7 +195,10 @@ class Shared(WriteQueue):
         return self.index.rows_where(self.index.segment[self.index.used()] == drive.identity(segment))
 
     def insert(self, drive: Drive, segment: Segment, entries: Array, groups: Array) -> int:
-        """Enter chunks of a segment into the index; keys must be new. Returns how many fit: fewer if it is full."""
+        """Enter chunks of a segment into the index. Their keys must be new.
+
+        Returns how many were entered. The last ones are left out if the index is full.
+        """
         rows = self.index.allocate(len(entries))
         if len(rows):
             entries = entries[: len(rows)]
@@ -192,13 +208,13 @@ class Shared(WriteQueue):
         return len(rows)
 
     def _segments_of(self, rows: Rows) -> tuple[list[Segment], npt.NDArray[np.intp]]:
-        """The segments of some rows, without duplicates; and for each row, the position of its segment in this list."""
+        """Return the segments of some rows without duplicates, and for each row the position of its segment there."""
         identities, positions = np.unique(self.index.segment[rows], return_inverse=True)
         segments = [self.drives[each // SEGMENTS].log.segments[each % SEGMENTS] for each in identities.tolist()]
         return segments, positions
 
     def remove(self, rows: Rows, *, tombstones: bool) -> None:
-        """Remove rows from the index; no row may occur twice. `tombstones`: also queue tombstones for their keys."""
+        """Remove rows from the index. No row may occur twice. `tombstones`: also queue tombstones for the keys."""
         if not len(rows):
             return
         if tombstones:
@@ -220,9 +236,9 @@ class Shared(WriteQueue):
         self.remove(index.rows_where(index.expired(index.used(), now_s=time.time())), tombstones=False)
 
     def disown(self, drive: Drive, key: bytes) -> None:
-        """Queue a tombstone for a copy that is on the drive but not in the index. Recovery would find it otherwise.
+        """Queue a tombstone for a copy on the drive that is not in the index. Without it, recovery would find the copy.
 
-        Does nothing if the index has another copy on the same drive: the tombstone would delete that copy too.
+        Does nothing if the index has another copy on the same drive, because the tombstone would delete that one too.
         """
         row = int(self.index.find_all(key_array([key]))[0])
         if row < 0 or int(self.index.segment[row]) // SEGMENTS != drive.number:
@@ -255,13 +271,13 @@ class Shared(WriteQueue):
         run.finish([*results])
 
     def void(self, drive: Drive, batch: Batch) -> None:
-        """Report the chunks of a batch as not written: the drive failed before the batch was published."""
+        """Report the chunks of a batch as not written, because the drive failed before they were in the index."""
         drive.in_flight.discard(batch)
         for item in batch.content.items:
             self.finish(item, False)
 
     def read_bytes(self, drive: Drive, number: int, offset: int, nbytes: int) -> memoryview:
-        """Read bytes of a segment into new memory: fewer at the file's end, and none after a media error (EIO)."""
+        """Read bytes of a segment into new memory. Returns fewer at the file's end, none after a media error (EIO)."""
         buffer = aligned(nbytes)[:nbytes]
         try:
             return buffer[: drive.volume.read(number, offset, [buffer])]

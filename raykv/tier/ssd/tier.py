@@ -8,8 +8,8 @@ A chunk counts as stored when recovery would find it. Its callback reports succe
 the process is killed.
 
 A path is off after a failure, and slow if an operation takes too long. An off or slow path gets no new work, and its
-queued reads fail; the other paths continue. The callback of a running operation waits until the operation ends, because
-the disk may use its buffers until then.
+queued reads fail; the other paths continue. The callback of a running operation is called when the operation ends,
+because the disk may use its buffers until then.
 """
 
 import threading
@@ -32,11 +32,11 @@ from raykv.tier.ssd.workers import Workers
 from raykv.types import Bits, KeyArray
 
 WATCH_S: Final = 0.25
-"""Drives are checked at least this often: whether one is slow, and whether a failed one should be tried again."""
+"""A thread looks at least this often for drives that are slow, and for failed drives to try again."""
 TIDY_S: Final = 10.0
 """Expired chunks are removed from the index at this interval."""
 CLOSE_S: Final = 10.0
-"""`close` waits at most this long for the running operations of each drive, and then for callbacks."""
+"""`close` waits at most this long for each drive's running operations, and then at most this long for callbacks."""
 
 
 class SsdTier(Tier):
@@ -45,8 +45,9 @@ class SsdTier(Tier):
     def __init__(self, config: SsdConfig, environment: Environment) -> None:
         """Lock the directories and start recovery.
 
-        Raises ConfigError if another process uses a directory, O_DIRECT is required and refused, or there is not enough
-        memory for the index.
+        Raises:
+            ConfigError: Another process uses a directory, or O_DIRECT is required and refused, or there is not enough
+                memory for the index.
         """
         self.config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         self._shared = shared = Shared(config, environment)
@@ -124,7 +125,7 @@ class SsdTier(Tier):
         return True
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. The chunks stay deleted after a restart only if their tombstones were written before it."""
+        """See `Tier`. If the process is killed before the tombstones are written, a restart finds the chunks again."""
         shared = self._shared
         with shared.lock:
             here = int((shared.index.find(keys, now_s=time.time()) >= 0).sum())

@@ -1,7 +1,8 @@
 """Makes, seals, reclaims and wipes the segments of one drive. See `raykv.tier.ssd.tier`.
 
-To reclaim a segment: move its recently read chunks to another segment; wipe its first and last block; remove its chunks
-from the index; mark it free. Because of this order, recovery never finds a chunk that is not in the index.
+A segment is reclaimed in four steps: move its recently read chunks to another segment; wipe its first and last block;
+remove its other chunks from the index; mark it free. Because of this order, recovery never finds a chunk that is not in
+the index.
 """
 
 import errno
@@ -33,7 +34,10 @@ GROW_S: Final = 30.0
 
 
 class Upkeep:
-    """Keeps segments available. The tier's lock must be held to call `next_task`, but not to run its task."""
+    """Keeps segments available.
+
+    A caller holds the tier's lock when it calls `next_task`, and runs the returned task without the lock.
+    """
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
@@ -63,7 +67,10 @@ class Upkeep:
             self._shared.counts["disk_nbytes"] += nbytes
 
     def _make(self, number: int, epoch: int) -> None:
-        """Make one more segment. If that fails, the drive is turned off, unless it is full and has FEWEST_SEGMENTS."""
+        """Make one more segment.
+
+        If this fails, turn the drive off. A full drive stays on if it has FEWEST_SEGMENTS.
+        """
         drive, problem = self._drive, None
         try:
             drive.volume.make(number)
@@ -95,7 +102,10 @@ class Upkeep:
                 drive.notify()
 
     def _reclaim(self, segment: Segment, epoch: int) -> None:
-        """Queue the recently read chunks of a segment to be written to another one. After the writes, `_free` runs."""
+        """Queue the recently read chunks of a segment to be written to another segment.
+
+        `_free` frees the segment after these writes.
+        """
         shared, drive, index = self._shared, self._drive, self._shared.index
         with shared.lock:
             rows = shared.rows_of(drive, segment)
@@ -131,10 +141,10 @@ class Upkeep:
                 drive.notify()
 
     def _free(self, segment: Segment, epoch: int) -> None:
-        """Overwrite a segment's first and last block, by which recovery finds its chunks. Mark the segment as free.
+        """Wipe a segment's first and last block, so that recovery does not find its chunks. Mark the segment as free.
 
-        Both blocks are synced: a later segment may hold tombstones for these chunks, and is wiped after this one. If
-        the later wiping reached the disk first, a power cut could bring deleted chunks back.
+        Both blocks are synced, because a later segment may have tombstones for these chunks. The later segment is wiped
+        after this one. If a power cut undid only the first wiping, deleted chunks would return.
         """
         drive, number = self._drive, segment.number
         self._write(number, 0, aligned(BLOCK_NBYTES))
@@ -155,7 +165,7 @@ class Upkeep:
 def second_chance(
     reads: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], *, most_nbytes: int
 ) -> npt.NDArray[np.int64]:
-    """Indexes of the chunks to move out of a segment: those with reads, the most read first, up to `most_nbytes`."""
+    """Return which chunks to move out of a segment: those with reads, the most read first, up to `most_nbytes`."""
     order = np.argsort(-reads, kind="stable")
     order = order[reads[order] > 0]
     return order[np.cumsum(nbytes[order]) <= most_nbytes]

@@ -22,7 +22,7 @@ from raykv.types import Rows
 log = logging.getLogger(__name__)
 
 UPKEEP, FIRST_WRITER = 0, 1
-"""Numbers of two special threads: one for upkeep; one that prefers writes, so that reads do not starve writes."""
+"""Numbers of two threads. UPKEEP does only upkeep. FIRST_WRITER prefers writes, so that reads do not starve writes."""
 EXTRA_THREADS: Final = 3
 """A drive has this many more threads than its queue depth: one for upkeep; two to verify checksums and encode records
 while other threads do I/O."""
@@ -30,15 +30,19 @@ BAD_READS: Final = 3
 """This many media errors (EIO) in a row turn the drive off. Fewer errors only drop the chunks of the failed reads."""
 BATCH_NBYTES: Final = 8 << 20
 BATCH_CHUNKS: Final = IOV_MAX - 1
-"""A batch has at most BATCH_NBYTES (or one larger chunk), and at most BATCH_CHUNKS chunks: the record and each chunk
-are one buffer of the system call."""
+"""A batch has at most BATCH_NBYTES, or one larger chunk. It has at most BATCH_CHUNKS chunks, because the record and
+each chunk take one buffer of the system call."""
 BATCH_DELETED: Final = 1 << 14
 """At most this many deleted keys are in one record. Further keys go into the next records."""
 FEW_SEGMENTS: Final = 3
+"""A drive with at most this many segments reserves none of them for moved chunks and tombstones."""
 
 
 class Writer:
-    """Writes batches to one drive. The tier's lock must be held to call `next_task`, but not to run its task."""
+    """Writes batches to one drive.
+
+    A caller holds the tier's lock when it calls `next_task`, and runs the returned task without the lock.
+    """
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
@@ -61,7 +65,7 @@ class Writer:
         return lambda: self._write(batch)
 
     def _draft(self) -> Content | None:
-        """Choose the next batch's content, and open a segment if needed. None: nothing to write, or no free segment."""
+        """Choose the content of the next batch, and open a segment if needed. None: nothing to write, or no segment."""
         shared, drive = self._shared, self._drive
         for _ in range(2):
             draft = Content(drive.epoch, list(drive.deleted)[:BATCH_DELETED], list(drive.dropped))
@@ -84,8 +88,8 @@ class Writer:
     def _fill(self, draft: Content) -> Item | None:
         """Move chunks from the write queue to `draft`. Returns the first chunk that does not fit, or None."""
         shared, drive = self._shared, self._drive
-        # If one record cannot hold all tombstones, no chunk is written before the last of them. A tombstone that is
-        # written after a chunk would delete the chunk, which may be newer than the deletion.
+        # If one record cannot hold all tombstones, chunks wait for the last of them. A tombstone that is written after
+        # a chunk deletes the chunk. That would be wrong for a chunk that was stored again after its deletion.
         if len(draft.deleted) < len(drive.deleted):
             return None
         free_rows = shared.free_rows()
@@ -124,7 +128,7 @@ class Writer:
             drive.notify()
 
     def _publish(self, batch: Batch) -> None:
-        """Enter the chunks of a batch into the index. Recovery can find the batch from now on."""
+        """Enter the chunks of a batch into the index, once recovery can find the batch."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         items, entries = batch.content.items, batch.record.entries
         moved_from = np.array([item.moved_from for item in items], np.int64)
@@ -132,7 +136,7 @@ class Writer:
         moved = (existing >= 0) & (index.segment[existing] == moved_from)
         expired = (existing >= 0) & index.expired(existing, now_s=time.time())
         shared.remove(np.unique(existing[moved | expired]), tombstones=False)
-        here = (existing >= 0) & ~moved & ~expired  # another drive's recovery has found the chunk
+        here = (existing >= 0) & ~moved & ~expired  # recovery of another drive has found the chunk
         chosen = np.where(moved_from < 0, ~here, moved) & ~np.array([item.cancelled for item in items], np.bool_)
         groups = np.array([item.chunk.group for item in items], np.uint16)
         count = shared.insert(drive, batch.segment, entries[chosen], groups[chosen])
@@ -172,7 +176,7 @@ class Workers:
                 if thread == UPKEEP:
                     drive.wake_upkeep.wait()
                     continue
-                if shared.queue:  # chunks are queued, but this thread found no segment for them: make space
+                if shared.queue:  # chunks are queued, but no segment has room for them: wake upkeep, which makes space
                     drive.wake_upkeep.notify()
                 drive.wake.wait()
             return task
@@ -207,7 +211,10 @@ class Workers:
         drive.notify()
 
     def _retry(self) -> None:
-        """Unlock the directory of a drive that is off, so that it can be unmounted. After `retry_at_s`, reopen it."""
+        """Close the directory of a drive that is off, so that it can be unmounted.
+
+        After `retry_at_s`, start the drive again.
+        """
         drive = self._drive
         if not drive.closed:
             drive.closed = True
@@ -243,7 +250,10 @@ class Workers:
             drive.notify()
 
     def _handle_wrong(self, wrong: Rows, problem: OSError | None) -> None:
-        """Drop the chunks of these rows. Turn the drive off after BAD_READS media errors (EIO) or one other error."""
+        """Drop chunks that were read with wrong bytes or a media error (EIO).
+
+        Turn the drive off after BAD_READS media errors in a row, or after one other error.
+        """
         shared, drive = self._shared, self._drive
         bad_spot = problem is not None and problem.errno == errno.EIO
         if problem is None or bad_spot:
