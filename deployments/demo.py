@@ -60,7 +60,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of the conversation, as the deployment answered it."""
+    """One request of the conversation, and the deployment's answer."""
 
     title: str
     messages: Messages
@@ -80,7 +80,7 @@ def main() -> int:
     options = parser.parse_args()
     started_s = time.monotonic()
     logging.disable(logging.WARNING)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each child process would compile vLLM again
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # if it is set, each child process compiles vLLM again
     os.environ.update(DRIVER_SETTINGS)
     ensure_model()
     with deployment(options.port):
@@ -126,7 +126,7 @@ def step(what: str) -> Iterator[None]:
 
 @contextmanager
 def deployment(port: int) -> Iterator[None]:
-    """Run the deployment while the context lasts. It leaves nothing behind, even after an error."""
+    """Run the deployment while the context lasts. Nothing is left behind, even after an error."""
     os.environ.update(SETTINGS)
     require_token()
     # Importing vLLM takes as long as starting Ray. Both run at the same time, because starting Ray is mostly waiting.

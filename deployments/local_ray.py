@@ -22,11 +22,11 @@ PR_SET_PDEATHSIG = 1
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # no wait: the work on a node has ended by then
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # do not wait: the work on a node ends before the node stops
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
-"""Environment variables for Ray on a small, busy machine. They are set in this process too, for drivers to read."""
+"""Environment variables for Ray on a small, busy machine. They are also set in this process, for drivers."""
 
 
 class LocalRay:
@@ -42,7 +42,7 @@ class LocalRay:
         """Start one node for each entry of `resources`, the first as head, and wait until all have joined.
 
         Args:
-            resources: Custom Ray resources of each node. They decide which tasks and actors run on it.
+            resources: Custom Ray resources of each node. They decide which tasks and actors run on the node.
             cpus: Number of CPUs that each node reports to Ray, independent of the machine.
             log_directory: Directory for the output of each node. None: `directory`.
 
@@ -67,7 +67,7 @@ class LocalRay:
                 self._launch(each)
             for number in range(len(resources)):
                 self._wait_for_node(number)
-        except BaseException:  # also after an interrupt: the caller gets no object to close
+        except BaseException:  # also after an interrupt, because the caller gets no object to close
             self.close()
             raise
 
@@ -99,7 +99,7 @@ class LocalRay:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C must not reach the nodes: we end them in order
+                start_new_session=True,  # Ctrl-C must not reach the nodes, because `close` ends them in order
                 preexec_fn=_end_with_parent,
             )
         self._processes.append(process)
@@ -169,7 +169,7 @@ def require_token() -> None:
     """Make Ray require a token, so that other users of this machine cannot join. Call this before `import ray`.
 
     Raises:
-        RuntimeError: Ray is imported already. It reads this setting only at its import.
+        RuntimeError: Ray is imported already. Ray reads this setting only while it is imported.
     """
     if os.environ.get("RAY_AUTH_MODE") != "token":
         if "ray" in sys.modules:

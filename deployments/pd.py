@@ -3,7 +3,7 @@
     serve run deployments/pd.yaml
 
 Every replica uses the raykv node of its own Ray node. A prefill worker computes a prompt and stores its KV. A decode
-worker gets a ticket, loads that KV, and decodes.
+worker gets a ticket for this KV, loads the KV, and decodes.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ class PDArgs(Model):
     """The arguments of the Ray Serve app (`args` in pd.yaml).
 
     Attributes:
-        model: Path of the model's folder, the same on every Ray node, or the model's name on the hub.
+        model: Path of the model's folder, which is the same on every Ray node; or the model's name on the hub.
         model_id: Name of the model for clients. None: the last part of `model`.
         device: Device of the engines.
         dtype: Type of weights and KV: "auto", "bfloat16", "float16", "float32".
@@ -122,7 +122,7 @@ def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict
                 "kv_connector_module_path": "raykv.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                # A node on a busy CPU may answer late. An engine step takes seconds there, so a save may wait longer.
+                # A node on a busy CPU may answer late. An engine step takes seconds there, so a save may wait long.
                 "kv_connector_extra_config": {"cluster": args.pool, "store_timeout_s": 0.1},
             },
         },

@@ -1,9 +1,9 @@
-"""Answers requests with a plain vLLM engine, without raykv and prefix cache. The demo compares its answers with these.
+"""Answers requests with a plain vLLM engine, without raykv or a prefix cache, for comparison with the demo's.
 
     python -m deployments.reference --model FOLDER --answer-tokens 40
 
 Prints READY when the engine has started. Then it reads one request per line from stdin (a JSON list of messages) and
-writes one `Answer` per line to stdout. It uses one thread, one process and float32, as the demo's engines do.
+writes one `Answer` per line to stdout. The engine uses one thread, one process and float32, as the demo's engines do.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Connects each replica of `ray.serve.llm` to the raykv node on its Ray node, before the engine starts.
+"""Connects each replica of `ray.serve.llm` to the raykv node on the replica's Ray node, before the engine starts.
 
-The replica's process can use Ray, so it finds the node's address. The engine's processes cannot use Ray; they read the
-address from the connector's configuration.
+The replica's process finds the address of the raykv node, because this process can use Ray. The engine's processes
+cannot. They read the address from the connector's configuration.
 """
 
 import time
@@ -33,12 +33,12 @@ def register() -> None:
 class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
     """Sets up `RayKVConnector` in a replica.
 
-    Ray Serve passes the prefill engine's ticket (the holders of the prompt's chunks) to the decode engine, in
-    `kv_transfer_params`.
+    The prefill engine answers with a ticket, which names the holders of the prompt's chunks. Ray Serve passes this
+    ticket to the decode engine in `kv_transfer_params`.
     """
 
     def setup(self) -> None:
-        """Unless an address is configured, find the raykv node on this Ray node and configure its address.
+        """Configure the address of the raykv node on this Ray node, unless an address is configured already.
 
         Raises:
             PeerUnavailable: No raykv node runs on this Ray node; start one with `raykv up`.
@@ -50,7 +50,7 @@ class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
 
 
 class LocalModel(CallbackBase):
-    """Skips the download of a model that already lies in a folder on every node."""
+    """Skips the download of a model that is already in a folder on every node."""
 
     async def on_before_node_init(self) -> None:
         self.ctx.run_init_node = False

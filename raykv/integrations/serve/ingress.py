@@ -1,6 +1,8 @@
-"""Ray Serve's OpenAI server, which sends a request again when the worker that serves it dies.
+"""An OpenAI server for Ray Serve. When a worker dies, the server sends the worker's requests again.
 
-Without this module such a request fails: before the first token with status 500, later with a stream that ends early.
+Without this module such a request fails. Before the first token, the client gets status 500. Later, the client gets a
+stream that ends early.
+
 A repeated request is cheap, because raykv holds the prompt's KV. A started stream is continued only if the request is
 deterministic (temperature 0, or a seed).
 """
@@ -22,15 +24,15 @@ from raykv.integrations.serve.resume import PREFIX, AnswerDiffers, Resumption
 log = logging.getLogger("ray.serve")
 
 GIVE_UP_S: Final = 120.0
-"""A request is sent again only within this time after its first worker died. The last attempt may take longer, since it
-may wait in a queue for a worker."""
+"""A request is sent again only within this time after its first worker died. The last attempt may take longer,
+because it may wait in a queue for a worker."""
 PAUSE_S: Final = 0.5
 ENGINE_DEAD: Final = str(EngineDeadError())
 """vLLM sends this message in a started stream when the engine is dead."""
 
 
 class ResumingIngress(OpenAiIngress):
-    """The OpenAI server that sends a request again when the worker that serves it dies."""
+    """Ray Serve's OpenAI server. When a worker dies, it sends the worker's requests again."""
 
     async def _get_response(
         self, *, body: Any, call_method: str, raw_request: Request | None = None
@@ -80,5 +82,8 @@ def _repeatable(body: Any) -> bool:
 
 
 def _failure(message: str) -> str:
-    """Make an event that OpenAI's client raises as an APIError. Without it, the client would accept a cut answer."""
+    """Make an error event, which OpenAI's client raises as an APIError.
+
+    Without this event, the client would accept a cut answer as a whole one.
+    """
     return f"{PREFIX}{json.dumps({'error': {'message': message, 'type': 'WorkerLost', 'code': 503}})}\n\n"

@@ -1,4 +1,4 @@
-"""A vLLM engine whose only worker runs in the engine's process."""
+"""A vLLM executor whose only worker runs in the engine's process."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Resumes a broken stream: the request is sent again, and the client gets only the rest of the answer. No I/O."""
+"""Resumes a broken stream: removes from the repeated answer what the client already has. No I/O."""
 
 import json
 from collections.abc import Iterable
@@ -45,7 +45,11 @@ class Resumption:
         return f"{PREFIX}{json.dumps(fields)}\n\n"
 
     def _cut(self, choice: dict[str, Any]) -> bool:
-        """Remove from one choice the part that the client has. Return False if nothing is left."""
+        """Remove from one choice the part that the client has. Return False if nothing is left.
+
+        Raises:
+            AnswerDiffers: The choice differs from the first answer.
+        """
         index = choice["index"]
         left = self._left.get(index)
         if left is None:
@@ -55,7 +59,7 @@ class Resumption:
         if left[:common] != text[:common] or (choice.get("finish_reason") and len(text) < len(left)):
             raise AnswerDiffers
         self._left[index] = left[common:]
-        # Token ids are sent only on request. An event can have ids but no text: a token may be a part of a character.
+        # Token ids are sent only on request. An event may have ids without text: a token may be a part of a character.
         if tokens:
             choice["token_ids"] = tokens[self._tokens_left[index] :]
             self._tokens_left[index] = max(0, self._tokens_left[index] - len(tokens))
