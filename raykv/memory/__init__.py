@@ -1,1 +1,1 @@
-"""The shared memory of one node: the chunk table, and the arena, whose slots hold the bytes of chunks."""
+"""The shared memory of one node: the arena, which holds the bytes of chunks, and the chunk table."""

@@ -1,4 +1,4 @@
-"""Shared memory: either anonymous memory, or a file in a tmpfs or hugetlbfs. The file outlives its process."""
+"""Shared memory: anonymous memory, or a file in a tmpfs or hugetlbfs. A file outlives the process that made it."""
 
 import ctypes
 import errno
@@ -24,7 +24,8 @@ class SharedMemory:
         view: All bytes of the file.
         address: Address of the first byte in this process, a multiple of the huge page size.
         page_nbytes: Page size of the hugetlbfs, or of the host if the file is not on a hugetlbfs.
-        huge_pages: "try": `populate` asks for huge pages. "require": it fails without them. "never": small pages only.
+        huge_pages: "try": `populate` asks for huge pages. "require": `populate` fails without huge pages. "never":
+            `populate` takes only small pages.
     """
 
     def __init__(self, fd: int, path: Path, nbytes: int, *, writable: bool, huge_pages: HugePages = "never") -> None:
@@ -40,10 +41,12 @@ class SharedMemory:
 
     @classmethod
     def create(cls, path: Path | None, nbytes: int, *, huge_pages: HugePages = "try") -> Self:
-        """Make a file of zeros. It takes no real memory until `populate` or the first access.
+        """Make a file of zeros. The file takes no real memory until `populate` or the first access.
 
         If `path` is None, make anonymous memory. On hugetlbfs the length is rounded up to whole pages.
-        Raises ConfigError: The file exists, its directory is not writable, or a hugetlbfs has no room.
+
+        Raises:
+            ConfigError: The file exists, its directory is not writable, or a hugetlbfs has no room.
         """
         if path is None:
             fd = os.memfd_create("raykv")
@@ -64,7 +67,11 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, path: Path, *, writable: bool, huge_pages: HugePages = "never") -> Self:
-        """Map a file that `create` made. Raises LostError: It is missing, empty, or cannot be opened or mapped."""
+        """Map a file that `create` made.
+
+        Raises:
+            LostError: The file is missing, is empty, or cannot be opened or mapped.
+        """
         try:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
@@ -81,11 +88,16 @@ class SharedMemory:
     def populate(self, offset: int, nbytes: int, *, hurry: bool = False) -> bool:
         """Allocate real memory for a part of the file, so that a later access cannot kill this process with SIGBUS.
 
-        Uses huge pages if `huge_pages` allows them and the kernel has some. The call releases the GIL, and other
-        threads may use the part meanwhile. A second call for the same part is cheap: it only replaces small pages by
-        huge pages, if the kernel has some by then. `hurry` means that a writer waits for this call: then huge pages
-        are tried only if they are required. Returns False if the file system has no room, or if huge pages are required
-        and the kernel has none.
+        Takes huge pages if `huge_pages` allows them and the kernel has some. Other threads may use the part during the
+        call, and the GIL is released. A second call for the same part replaces small pages by huge pages, if possible.
+
+        Args:
+            offset: Start of the part, in bytes.
+            nbytes: Length of the part.
+            hurry: Whether a writer waits for this call. If so, huge pages are tried only if they are required.
+
+        Returns:
+            False if the file system has no room, or if huge pages are required and the kernel has none.
         """
         mapped = self._mapped  # this reference prevents an unmap during the call
         if mapped is None:
@@ -103,31 +115,38 @@ class SharedMemory:
 
     @property
     def huge_nbytes(self) -> int:
-        """Number of bytes in huge pages. On tmpfs, this includes only pages that `populate` made in this process."""
+        """Number of bytes in huge pages. On tmpfs, only huge pages that this process made in `populate` count."""
         if self.page_nbytes > mmap.PAGESIZE and self._close_fd.alive:
             return os.fstat(self._fd).st_blocks * 512
         return self._huge_blocks.count(1) * pages.huge_nbytes()
 
     def _take_huge_pages(self, offset: int, nbytes: int) -> bool:
-        """Allocate all huge pages that lie wholly in a part of the file. Returns False if one was refused or not tried.
+        """Allocate the huge pages that are wholly within a part of the file.
 
-        Raises OSError: The file system has no room.
+        Returns:
+            False if the kernel refused a huge page, or if a huge page was not tried.
+
+        Raises:
+            OSError: The file system has no room.
         """
         found = os.fstatvfs(self._fd)
         if self.huge_pages == "never" or (found.f_blocks and found.f_bavail * found.f_frsize < nbytes):
-            return False  # without enough room, `posix_fallocate` in the caller fails and takes nothing
+            return False  # too little room: the caller's `posix_fallocate` will fail, and take no memory
         block = pages.huge_nbytes()
         for number in range(-(-offset // block), (offset + nbytes) // block):
             if not self._huge_blocks[number] and not pages.collapse(self.address, self._fd, number * block):
-                return False  # the next huge page would fail too, and each try may cost the kernel a search
+                return False  # the kernel has no more huge pages, and each further try may cost it a long search
             self._huge_blocks[number] = 1
         return True
 
     def own(self, *, timeout_s: float) -> None:
         """Become the one process that writes to this file. The ownership ends with `close` or with the process.
 
-        If another process owns the file, waits up to `timeout_s` until that process ends: a killed process may take a
-        moment. Raises ConfigError: Another process still owns the file after that time.
+        If another process owns the file, wait up to `timeout_s` seconds for the end of that process, because a killed
+        process takes a moment to end.
+
+        Raises:
+            ConfigError: Another process still owns the file after that time.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -146,26 +165,26 @@ class SharedMemory:
             os.utime(self._fd)
 
     def is_current(self) -> bool:
-        """Whether `path` still names this file: it was neither removed nor replaced."""
+        """Whether `path` still names this file. If not, the file was removed or replaced."""
         try:
             return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except OSError:
             return False
 
     def close(self) -> None:
-        """Give up the ownership. The file is unmapped when the last view of it is gone."""
+        """Give up the ownership, and close the file. The memory is unmapped when its last view is gone."""
         if self._close_fd.alive:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # otherwise the ownership would last as long as the mapping
             self._close_fd()
         try:
             self.view.release()
         except BufferError:
-            pass  # numpy arrays still use the mapping; it ends with the last array
+            pass  # numpy arrays still use the memory; the last of them unmaps it
         self._mapped = None
 
 
 def free_nbytes(directory: Path | None) -> int:
-    """Return the free bytes in the file system of `directory`. None means the host's memory."""
+    """Return the free bytes in the file system of `directory`. If `directory` is None, in the host's memory."""
     if directory is None:
         return meminfo()["MemAvailable"]
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -182,7 +201,8 @@ def free_nbytes(directory: Path | None) -> int:
 def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:
     """Return the config with `arena_nbytes` set to a share of `shm_dir`'s file system, rounded down to whole extents.
 
-    Raises ConfigError: The share is smaller than an extent, or `shm_dir` is not a directory.
+    Raises:
+        ConfigError: The share is smaller than an extent, or `shm_dir` is not a directory.
     """
     if config.shm_dir is None or not config.shm_dir.is_dir():
         raise ConfigError(f"field 'arena_share': {config.shm_dir} is no directory to take a share of; set arena_nbytes")
@@ -194,7 +214,11 @@ def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:
 
 
 def require_room(directory: Path | None, nbytes: int, *, field: str) -> None:
-    """Raise ConfigError if `directory` is no directory or has less than `nbytes` free. None means the host's memory."""
+    """Check that `directory` has `nbytes` bytes free. If `directory` is None, check the host's memory.
+
+    Raises:
+        ConfigError: There are fewer free bytes, or `directory` is not a directory. The message names `field`.
+    """
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"field 'shm_dir': {directory} is not a directory; name a mounted tmpfs such as /dev/shm")
     free = free_nbytes(directory)

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 STREAM_NBYTES: Final = 512 << 10
-"""A batch of at least this size bypasses the CPU cache, since the cache would drop the bytes before their use."""
+"""Copies of a batch of at least this size bypass the CPU cache. The cache would evict the bytes before their use."""
 TINY_NBYTES: Final = 240
-"""Up to this size xxh3 uses another algorithm. Only the xxhash package implements it, not the compiled loops."""
+"""For up to this many bytes, xxh3 uses another algorithm. The compiled loops do not implement that algorithm."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
-_SHARE_NBYTES: Final = 1 << 20  # least bytes for each thread of a batch: waking a thread for fewer does not pay
+_SHARE_NBYTES: Final = 1 << 20  # a batch gets one thread per this many bytes, because waking a thread takes time
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes. A large copy releases the GIL; for a small copy that would cost more than it gains."""
+    """Copy bytes. A large copy releases the GIL. For a small copy, releasing the GIL would cost more than it saves."""
     if len(source) < _WITHOUT_GIL_NBYTES:
         target[:] = source
     else:
@@ -44,7 +44,7 @@ def scatter(source: memoryview, into: Sequence[memoryview]) -> bool:
 
 
 def gather(target: memoryview, pieces: Sequence[memoryview]) -> None:
-    """Copy several views into one contiguous target, in order. Raises ValueError: The lengths differ."""
+    """Copy several views into one contiguous target, in order. Raises ValueError if the lengths differ."""
     if len(target) != (needed := sum(map(len, pieces))):
         raise ValueError(f"slot: {len(target)} bytes where {needed} are needed")
     start = 0
@@ -71,8 +71,9 @@ def checksums_of(chunks: Sequence[Sequence[memoryview]]) -> bytes:
 def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memoryview]:
     """Return byte views of one buffer or of a list of buffers.
 
-    Raises UsageError: A buffer has the wrong type, is not contiguous, or is read-only although `writable` is set. The
-    message uses `name` for the argument.
+    Raises:
+        UsageError: A buffer has the wrong type, is not contiguous, or is read-only although `writable` is True. The
+            message calls the argument `name`.
     """
     views = []
     for part in scattered if isinstance(scattered, list | tuple) else (scattered,):
@@ -94,22 +95,23 @@ def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memor
 def all_byte_views(many: Sequence[Scattered], name: str, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
     """Return byte views of each value, and the number of bytes of each value.
 
-    Raises UsageError: See `byte_views`. The message names the position of the wrong value.
+    Raises:
+        UsageError: As for `byte_views`. The message gives the index of the wrong value.
     """
     views = [byte_views(each, f"{name}[{place}]", writable=writable) for place, each in enumerate(many)]
     return views, [sum(map(len, pieces)) for pieces in views]
 
 
 def default_copy_threads() -> int:
-    """Return half of the number of cores that this process may use, at most 4. The engine needs the other cores."""
+    """Return half the number of cores that this process may use: at least 1, at most 4. The engine needs the rest."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
 
 class CopyThreads:
     """Threads that help the caller copy one large batch. Thread-safe. Usable after a fork.
 
-    The caller copies too. A thread that wakes late or is busy with another batch copies less, and the caller copies
-    more. When a call returns or raises, no thread still copies for it.
+    The caller copies too. If a thread wakes late or is busy with another batch, the caller copies more. When a call has
+    returned or raised, no thread copies for that call any more.
 
     Attributes:
         count: Number of threads that copy one batch, the caller's thread included.
@@ -121,7 +123,10 @@ class CopyThreads:
         self._pid = 0
 
     def called(self, chunks: int, nbytes: int) -> Callable[[object], None] | None:
-        """Return a function that the compiled loops call to wake helper threads. None means that no thread helps."""
+        """Return a function that wakes helper threads for a batch of this size. None means that no thread helps.
+
+        The compiled loops call the function.
+        """
         helpers = min(self.count, chunks, nbytes // _SHARE_NBYTES) - 1
         return partial(self._call, helpers) if helpers > 0 and native.loops is not None else None
 
@@ -129,7 +134,7 @@ class CopyThreads:
         assert native.loops is not None
         pool = self._pool
         if pool is None or self._pid != os.getpid():  # a forked child has none of its parent's threads
-            from concurrent.futures import ThreadPoolExecutor  # imported late, since a node's start does not need it
+            from concurrent.futures import ThreadPoolExecutor  # imported late, because this makes a node start faster
 
             pool = self._pool = ThreadPoolExecutor(self.count - 1, "raykv-copy")
             self._pid = os.getpid()
@@ -137,12 +142,13 @@ class CopyThreads:
             for _ in range(helpers):
                 pool.submit(native.loops.share, job)
         except RuntimeError:
-            pass  # the process ends, or cannot start a thread: then fewer threads copy
+            pass  # the process ends or cannot start a thread, so fewer threads copy
 
     def fill(self, targets: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
         """Copy chunks, each from several views, into `targets`. Returns the chunks' checksums.
 
-        Raises ValueError: A chunk and its target differ in length.
+        Raises:
+            ValueError: A chunk and its target differ in length.
         """
         nbytes = sum(map(len, targets))
         stream = nbytes >= STREAM_NBYTES

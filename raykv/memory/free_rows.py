@@ -1,4 +1,4 @@
-"""The free rows of a chunk table. The node's process lists them in its private memory, and finds them at each start."""
+"""The free rows of a chunk table. The node's process makes the list at its start, and keeps it in private memory."""
 
 import mmap
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ class FreeRows:
     """The free rows of a table. Free rows before `fresh` are on a stack, at four bytes each.
 
     Attributes:
-        fresh: First of the rows that this process has not used yet. Rows from `fresh` to `limit` - 1 are free.
-        limit: Rows from this number on must not be used, since they have no real memory yet.
+        fresh: The rows from `fresh` to `limit` - 1 are free. This process has not used them yet.
+        limit: Rows from this number on must not be used, because they have no real memory yet.
     """
 
     def __init__(self, busy: Bits, *, rows: int, limit: int) -> None:
-        """`busy` tells for each row below `limit` whether the row is in use. `rows` is the number of all rows."""
+        """Make the list. `busy`: for each row below `limit`, whether the row is in use. `rows`: size of the table."""
         free_at_end = int(busy[::-1].argmax()) if busy.any() else len(busy)
         self.fresh, self.limit = len(busy) - free_at_end, limit
         self._stack: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
@@ -51,7 +51,7 @@ class FreeRows:
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """Yield slices of at most BLOCK_ROWS numbers, which together cover 0 .. count - 1."""
+    """Split 0 .. count - 1 into slices of at most BLOCK_ROWS numbers."""
     return (slice(first, min(first + BLOCK_ROWS, count)) for first in range(0, count, BLOCK_ROWS))
 
 
@@ -61,5 +61,5 @@ def lazy_zeros(count: int, kind: type[np.generic]) -> npt.NDArray[Any]:
     try:
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     except OSError:
-        pass  # a kernel without huge pages
+        pass  # the kernel has no huge pages
     return np.frombuffer(memory, kind, count)

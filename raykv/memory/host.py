@@ -14,18 +14,18 @@ UNLIMITED: Final = 1 << 60
 
 
 def give_way() -> None:
-    """Put the calling background thread into SCHED_BATCH: when it wakes, it does not preempt readers or writers."""
+    """Put the calling thread into SCHED_BATCH. When such a thread wakes, it does not preempt readers or writers."""
     try:
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # otherwise an administrator has chosen the class
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # keep any other class, because an administrator has chosen it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except OSError:
-        pass  # not allowed here
+        pass  # the kernel or the container does not allow this
 
 
 def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
     """Whether at least 1/SPARED_SHARE of memory is free on the host, in the container and in `directory`'s file system.
 
-    False if the host does not report its memory. With `directory` None, the file system is not checked.
+    Returns False if the host does not report its memory. If `directory` is None, no file system is checked.
     """
     try:
         host = meminfo(root)
@@ -43,15 +43,16 @@ def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
 
 
 def meminfo(root: Path = Path("/")) -> dict[str, int]:
-    """Return the entries of /proc/meminfo in bytes. A few entries are counts; these are multiplied by 1024 too."""
+    """Return the entries of /proc/meminfo in bytes. Entries that are counts are multiplied by 1024 too."""
     lines = [line.partition(":") for line in lines_of(root / "proc/meminfo")]
     return {name: int(rest.split()[0]) << 10 for name, _, rest in lines if rest.split()}
 
 
 def cgroup_memory(root: Path) -> tuple[int | None, int]:
-    """Return the memory limit of this process's control group, and the memory used in that group.
+    """Return the memory limit of this process's control group, and the memory used in that group, in bytes.
 
-    If the group has no limit, its nearest ancestor with a limit counts. Without any limit, return (None, 0).
+    If the group has no limit, return the numbers of the nearest ancestor with a limit. If there is no such ancestor,
+    return (None, 0).
     """
     for limit_name, used_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         for group in _groups(root, "memory"):

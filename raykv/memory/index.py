@@ -19,10 +19,11 @@ from raykv.memory.layout import Cells, Columns
 from raykv.types import KeyArray, Rows
 
 EMPTY: Final = 0
-"""An entry at which a search ends. It is 0, like the bytes of new pages, so that a new index is empty."""
+"""The value of an empty entry. The value is 0 because new pages are filled with zeros: so a new index is empty."""
 REMOVED: Final = 1
+"""The value of a removed entry."""
 FIRST: Final = 2
-"""The entry of row 0. Row n has the entry FIRST + n."""
+"""The value of an entry for row 0. An entry for row n has the value FIRST + n."""
 MOST_REMOVED_SHARE: Final = 4
 """The index is rebuilt when more than 1/MOST_REMOVED_SHARE of its entries are removed entries."""
 
@@ -52,15 +53,21 @@ class HashIndex:
         raise NotImplementedError
 
     def find(self, keys: KeyArray) -> Rows:
-        """Return the row of each key, whatever the row's state, or -1 if the key is not in the index.
+        """Return the row of each key; -1 if the key is not in the index. The state of the row is not checked.
 
-        A lookup may miss a key while the writer rebuilds the index. A row may change right after this call, so the
-        caller compares the row's generation before and after use. Raises LostError: The index is full or damaged.
+        A lookup may rarely miss a key while the writer rebuilds the index (see `rebuild_index`). A row may change right
+        after this call, so a reader must compare the row's generation before and after use.
+
+        Raises:
+            LostError: The index is full or damaged.
         """
         return self._lookup(keys, None)[0]
 
     def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
-        """Return the row of each key, and its generation. The row is -1 unless it is ready and unexpired at `now`."""
+        """Return the row of each key, and the row's generation.
+
+        A row is -1 if no chunk with this key is ready and unexpired at tick `now`. Otherwise like `find`.
+        """
         return self._lookup(keys, now)
 
     def _lookup(self, keys: KeyArray, now: int | None) -> tuple[Rows, npt.NDArray[np.uint32]]:
@@ -104,7 +111,10 @@ class HashIndex:
         return self._raise_damaged()
 
     def _home(self, hi: npt.NDArray[np.uint64], lo: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Return the entry at which the search for each key begins. Mixes the halves, since keys need not be hashes."""
+        """Return the index entry at which the search for each key begins.
+
+        Both halves of a key are mixed, because keys need not be hashes.
+        """
         mixed = (hi ^ lo) * np.uint64(_MIX) >> np.uint64(32)
         return (mixed * np.uint64(self._size) >> np.uint64(32)).astype(np.int64)
 
@@ -122,12 +132,15 @@ class HashIndex:
         return entries
 
     def insert(self, keys: KeyArray, rows: Rows) -> None:
-        """Write keys to the columns of `rows`, then put the rows into the index. The keys must not be in it yet."""
+        """Write keys to the columns of `rows`, then put the rows into the index. The keys must be new to the index."""
         self.columns.key_hi[rows], self.columns.key_lo[rows] = keys[:, 0], keys[:, 1]
         self._enter(self.index, rows)
 
     def remove(self, rows: Rows) -> None:
-        """Take rows out of the index. Skips rows not in it. Generations of rows without a pin must be odd already."""
+        """Take rows out of the index. Rows that are not in the index are skipped.
+
+        The generation of each unpinned row must be odd already.
+        """
         for row in rows.tolist():
             self._remove_one(row)
 
@@ -159,9 +172,11 @@ class HashIndex:
             position = position - 1 if position else size - 1
 
     def rebuild_index(self, rows: Rows) -> None:
-        """Fill the other copy with `rows`, then switch to it. A lookup during the rebuild still finds all rows.
+        """Fill the other copy of the index with `rows`, then switch to that copy.
 
-        If the other copy gets no memory, the copy in use is cleared and refilled. Until then lookups may miss rows.
+        A lookup during the rebuild finds all rows, unless the lookup began before the previous rebuild. If there is no
+        memory for the other copy, the copy in use is cleared and filled again. In that case lookups may miss rows until
+        the rebuild ends.
         """
         number = 1 - self.active[0]
         if not self._populate_copy(number):

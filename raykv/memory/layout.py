@@ -1,4 +1,4 @@
-"""The layout of a chunk table in shared memory: a header, the index, and arrays with one entry per row."""
+"""The layout of a chunk table in shared memory. A table has a header, an index, and arrays with one entry per row."""
 
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
@@ -14,11 +14,11 @@ MAX_NAMESPACES: Final = 1024
 NAMESPACE_TEXT_NBYTES: Final = 2000
 MAX_DEPTH: Final = 1 << 31
 TICKS_PER_S: Final = 64
-"""Times in the table are 32-bit ticks since the table was made. They wrap after two years."""
+"""Times in the table are 32-bit numbers of ticks since the table was made. These numbers wrap after two years."""
 ROWS_AT_START: Final = 1 << 16
 """Number of rows that get real memory when a table is made. `Table.populate_rows` adds more."""
 QUARANTINE_S: Final = 10.0
-"""Slots of a writer whose connection broke stay out of use this long: the writer may still write to them."""
+"""If a writer's connection breaks, its slots stay out of use for this time. The writer may still write to them."""
 
 
 class RowState(IntEnum):
@@ -31,7 +31,7 @@ class RowState(IntEnum):
     READY = 2
     """The row holds a chunk and is in the index."""
     QUARANTINED = 3
-    """The writer's connection broke, but the writer may still fill the slot. The row is free after QUARANTINE_S."""
+    """The writer's connection broke, but the writer may still fill the slot. After QUARANTINE_S the row is FREE."""
     PENDING_DELETE = 4
     """The chunk was removed while pinned. The row is not in the index, and becomes FREE at the last unpin."""
 
@@ -52,8 +52,9 @@ HEADER: Final = np.dtype(
         ("recording", "<u8"),
     ]
 )
-"""`incarnation` counts the processes that have owned the table. `dirty` is 1 during a change. If a new owner finds a 1,
-the last owner did not finish a change. `recording` is 1 if clients must report lookups (`client.trace_recorder`)."""
+"""`incarnation` counts the processes that have owned the table. `dirty` is 1 during a change. If a new owner finds
+`dirty` 1, the last owner did not finish a change. While `recording` is 1, clients must report their lookups to the node
+(`client.trace_recorder`)."""
 NAMESPACE: Final = np.dtype([("capacity", "<u8"), ("text", f"S{NAMESPACE_TEXT_NBYTES}")])
 TEXT_OFFSET: Final = NAMESPACE.itemsize - NAMESPACE_TEXT_NBYTES
 RECORD: Final = np.dtype(
@@ -66,7 +67,8 @@ RECORD: Final = np.dtype(
         ("key_lo", "<u8"),
     ]
 )
-"""The fields of a row for lookups and reads. Two records fill one cache line, so a record costs one cache miss."""
+"""The fields of a row for lookups and reads. Two records fill one cache line, so reading a record costs at most one
+cache miss."""
 COLUMNS: Final[dict[str, str]] = {
     "checksum": "<u8",
     "inserted": "<u4",
@@ -91,23 +93,29 @@ ROW_NBYTES: Final = (
 
 
 class Columns:
-    """The columns as numpy arrays over shared memory, one entry per row. The fields of RECORD are strided views.
+    """The columns of the table, as numpy arrays over shared memory. Each array has one entry per row.
+
+    The fields of RECORD are columns too. Their arrays are strided views of the records. Readers write `accessed` and
+    `frequency` without a lock, because a lost update does no harm.
 
     Attributes:
         key_hi, key_lo: The two halves of the key.
         checksum: xxh3-64 of the chunk's bytes.
-        generation: The row is readable if this is even and not 0. Each chunk that the row gets has another generation.
+        generation: Readers may use the row if this number is even and not 0. Each new chunk in the row gets a new
+            number.
         page: Start of the slot in the arena, in units of SLOT_ALIGNMENT_NBYTES.
-        nbytes: Length of the chunk. In a lent row: size of the slot.
-        inserted, accessed, expires: Times in ticks; `expires` 0 means never. In a quarantined row, `inserted` is the
-            end of the quarantine. Readers write `accessed` and `frequency` without a lock; a lost update does no harm.
+        nbytes: Length of the chunk in bytes. In a LENT row, the size of the slot.
+        inserted: Time of the commit, in ticks. In a QUARANTINED row, the end of the quarantine.
+        accessed: Time of the last read, in ticks. Before the first read, the time of the commit.
+        expires: Time of the expiry, in ticks. 0 means never.
         frequency: Number of reads of the chunk. Reads before a promotion from a tier are included.
         depth: Number of chunks before this chunk in its chain.
-        parent, parent_generation: Row of the chunk before this chunk (-1: none), and that row's generation at the
-            commit. If that row has another generation now, the parent chunk is gone.
+        parent: Row of the chunk before this chunk in its chain; -1 if there is none.
+        parent_generation: Generation of the parent's row at this chunk's commit. If that row has another generation
+            now, the parent chunk is gone.
         children: Number of READY rows whose parent is the chunk in this row.
-        group: The quota group, as an index in the table's list of namespaces.
-        pins: Number of pins, which keep the bytes in place.
+        group: The quota group, as an index into the table's list of namespaces.
+        pins: Number of pins on the chunk. A pinned chunk's bytes stay in place.
         state: See `RowState`.
     """
 
@@ -134,7 +142,7 @@ class Columns:
 
 
 class Cells:
-    """`Columns` as memoryviews. Access to a single entry is much faster than with numpy."""
+    """`Columns` as memoryviews. Reading or writing a single entry is much faster than with numpy."""
 
     def __init__(self, columns: Columns) -> None:
         self.__dict__.update({name: memoryview(array) for name, array in vars(columns).items()})
@@ -145,7 +153,7 @@ class Cells:
 
 
 class Layout:
-    """The offset of each part of the table's file. The offsets depend only on the numbers of rows and extents."""
+    """The offset in bytes of each part of the table's file. Offsets depend only on the numbers of rows and extents."""
 
     def __init__(self, rows: int, extents: int) -> None:
         self.index_size = INDEX_ENTRIES_PER_ROW * rows

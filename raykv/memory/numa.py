@@ -1,8 +1,8 @@
 """Takes memory from all NUMA nodes of a host.
 
-Neighbouring extents of an arena come from different NUMA nodes, in turn, so a half-full arena uses all nodes equally.
-The memory policy is "preferred", not "bind": when a node is full, the kernel takes pages of another node. With "bind",
-it would kill a process instead.
+The extents of an arena take memory from the NUMA nodes in turn, so a half-full arena uses all nodes equally. The memory
+policy is "preferred", not "bind". With "preferred", the kernel takes pages of another node when a node is full. With
+"bind", the kernel would kill a process instead.
 """
 
 import os
@@ -18,7 +18,7 @@ from raykv.memory.pages import syscall_error
 MPOL_DEFAULT: Final = 0
 MPOL_PREFERRED: Final = 1
 MAX_NODES: Final = 1024
-_SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}  # system call numbers, since libnuma may not be installed
+_SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}  # system call numbers; libnuma may not be installed
 
 
 def usable_nodes(root: Path = Path("/")) -> tuple[int, ...]:
@@ -46,7 +46,8 @@ def parse_list(text: str) -> set[int]:
 def preferred(node: int) -> Iterator[bool]:
     """In the `with` block, this thread takes new pages from one NUMA node, as long as the node has free pages.
 
-    Yields: Whether this is allowed. If the kernel or the container forbids it, pages come from any node.
+    Yields:
+        Whether the kernel and the container allow this. If not, pages come from any node.
     """
     number, mask = _SET_MEMPOLICY.get(os.uname().machine), np.zeros(MAX_NODES // 64, np.uint64)
     mask[node // 64] = 1 << node % 64

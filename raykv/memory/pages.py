@@ -1,10 +1,12 @@
 """Maps files with the alignment that huge pages need, and asks the kernel for huge pages.
 
-The first access to 2 MiB costs a process one page fault with a huge page, and 512 without. Ways to get huge pages:
+The first use of 2 MiB costs a process one page fault with a huge page, and 512 page faults with small pages. There are
+three ways to get huge pages:
 
-* MADV_COLLAPSE (Linux 6.1 and later) replaces the small pages of a range by one huge page, with no privilege and no
-  mount option. The range must have at least one small page. `collapse` allocates only one, so the kernel copies little.
-* If the tmpfs is mounted with huge=within_size or huge=always, the kernel takes huge pages by itself.
+* MADV_COLLAPSE (Linux 6.1 and later) replaces the small pages of a range by one huge page. It needs no privilege and no
+  mount option. The range must contain at least one small page. `collapse` allocates just one small page, so that the
+  kernel copies little.
+* If the tmpfs is mounted with huge=within_size or huge=always, the kernel uses huge pages without a request.
 * On hugetlbfs all pages are huge. They come from a pool that the administrator has filled.
 
 A process can map a huge page only at a multiple of the huge page size. So this module chooses the addresses.
@@ -40,11 +42,16 @@ def huge_nbytes() -> int:
 
 
 def map_file(fd: int, nbytes: int, *, writable: bool, alignment: int) -> "ctypes.Array[ctypes.c_ubyte]":
-    """Map a whole file at a multiple of `alignment`, a power of two. The mapping ends with the last view of the array.
+    """Map a whole file at an address that is a multiple of `alignment`, a power of two.
 
-    Raises OSError: The kernel refuses, for example with ENOMEM if a hugetlbfs has too few free pages.
+    Returns:
+        The bytes of the file. The file is unmapped when the array and all its views are gone.
+
+    Raises:
+        OSError: The kernel refuses, for example with ENOMEM if a hugetlbfs has too few free pages.
     """
-    # Reserve `alignment` more bytes, map the file at the first multiple of `alignment`, and unmap the rest.
+    # Reserve `alignment` more bytes than the file has. Map the file at the first multiple of `alignment` in this range,
+    # and unmap the rest of the range.
     start = _mmap(None, nbytes + alignment, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
     address = -(-start // alignment) * alignment
     reserved_end, end = start + nbytes + alignment, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -73,10 +80,10 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int
 
 
 def try_collapse() -> bool:
-    """Test whether the kernel makes huge pages of shared memory on request, by making one."""
+    """Ask the kernel to make one huge page of shared memory. Returns whether the kernel did so."""
     nbytes = huge_nbytes()
     if nbytes > 32 << 20:
-        return False  # larger than a usual extent
+        return False  # a huge page is larger than an extent of the default size
     fd = os.memfd_create("raykv-trial", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -91,7 +98,8 @@ def try_collapse() -> bool:
 def collapse(address: int, fd: int, offset: int) -> bool:
     """Make a huge page at `offset` of a file that is mapped at `address`. Returns whether the kernel did so.
 
-    Raises OSError: The file system has no room for the first small page (ENOSPC or ENOMEM).
+    Raises:
+        OSError: The file system has no room for the first small page (ENOSPC or ENOMEM).
     """
     os.posix_fallocate(fd, offset, 1)
     return not _libc.madvise(address + offset, huge_nbytes(), MADV_COLLAPSE)
@@ -114,5 +122,5 @@ def hugetlb_free_nbytes(page_nbytes: int, *, sys: Path = Path("/sys")) -> int:
 
 
 def syscall_error(number: int, *arguments: int) -> int:
-    """Make a system call. Returns 0, or the errno."""
+    """Make a system call. Returns 0 after success, and the errno after an error."""
     return ctypes.get_errno() if _libc.syscall(number, *map(ctypes.c_long, arguments)) < 0 else 0

@@ -2,7 +2,8 @@
 
 A page of a shared file takes real memory at the first access. If there is no memory, the access kills the process. So
 each extent is populated before its first use. Usually `Populator.step` does this on a background thread. If a writer
-needs an unpopulated extent, it is populated at once, usually in small pages. `Slots` holds the state of each extent.
+needs an unpopulated extent, the extent is populated at once, usually with small pages. `Slots` records the state of
+each extent.
 """
 
 import logging
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 
 AHEAD_NBYTES: Final = 256 << 20
 AHEAD_SHARE: Final = 8
-"""This many bytes of free extents are populated in advance: AHEAD_NBYTES, or 1/AHEAD_SHARE of the arena if that is
-less."""
+"""Free extents are populated in advance until they have AHEAD_NBYTES bytes in total, or 1/AHEAD_SHARE of the arena if
+that is less."""
 AHEAD_ROWS: Final = 1 << 18
 """This many free rows are populated in advance."""
 
@@ -30,15 +31,15 @@ class Populator:
     """Takes real memory for extents and rows.
 
     Attributes:
-        on_populated: Hooks, for example to register memory with a NIC or a GPU. Each is called once per extent, with
-            (offset, nbytes), after the extent got memory and before its first use. The node's lock is held. No hook is
-            called for an extent whose entry in `Table.extent_slots` was not 0 when this process took over the table.
+        on_populated: Functions to call with (offset, nbytes) of each extent that got memory, before the extent's first
+            use. They can register the memory with a NIC or a GPU. The node's lock is held during the calls. There are
+            no calls for extents that were in use when this process took over the table.
     """
 
     def __init__(
         self, arena: SharedMemory, table: Table, slots: Slots, free_rows: FreeRows, *, nodes: Sequence[int] = (0,)
     ) -> None:
-        """Set `slots.populate`. Neighbouring extents take memory from the NUMA nodes in `nodes`, in turn."""
+        """Set `slots.populate`. The extents take memory from the NUMA nodes in `nodes`, in turn."""
         self._arena, self._table, self._slots, self._free_rows = arena, table, slots, free_rows
         self._nodes = nodes
         self._ahead_nbytes = min(AHEAD_NBYTES, arena.nbytes // AHEAD_SHARE)
@@ -47,16 +48,20 @@ class Populator:
 
     @property
     def due(self) -> bool:
-        """Whether `step` with `quiet=False` would take memory. This is cheap to find out."""
+        """Whether `step` with `quiet=False` would take memory. This check is cheap."""
         return self._next_extent(quiet=False) >= 0 or self._next_rows() > 0
 
     def step(self, lock: AbstractContextManager[object], *, quiet: bool) -> bool:
-        """Take memory for one more extent and for more rows, if due. The slow part runs without the lock.
+        """Take memory for one more extent and for more rows, if too few are populated.
 
-        `lock` is the node's lock; the caller must not hold it. `quiet` means that nobody writes and the host has memory
-        to spare: then populate the whole arena, and try failed extents again. During writes this would take a core and
-        memory bandwidth from the writers. Returns True if the caller should call again at once, and False if nothing is
-        due or the file system is full: then the caller should call again later.
+        Args:
+            lock: The node's lock. The caller must not hold it. The slow part of the step runs without the lock.
+            quiet: Whether nobody writes and the host has memory to spare. If so, steps populate the whole arena, and
+                try failed extents again. During writes, this would take a core and memory bandwidth from the writers.
+
+        Returns:
+            True if memory was taken: the caller should call again at once. False if enough is populated or the file
+            system is full: the caller should call again later.
         """
         with lock:
             extent, rows = self._next_extent(quiet=quiet), self._next_rows()

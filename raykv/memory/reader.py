@@ -31,7 +31,7 @@ class ShmReader:
     """
 
     def __init__(self, table: str, arena: str, *, writable: bool) -> None:
-        """Map a node's files. Raises LostError: A file is missing, damaged or of another layout version."""
+        """Map a node's files. Raises LostError if a file is missing, damaged or of another layout version."""
         mapped = self.table = Table(SharedMemory.attach(FilePath(table), writable=True))
         self.arena = SharedMemory.attach(FilePath(arena), writable=writable)
         self._compiled: Any = native.loops and native.loops.Reader(
@@ -50,7 +50,7 @@ class ShmReader:
         return np.where(unchanged, lengths, np.uint32(0))
 
     def ready_one(self, key: bytes) -> bool:
-        """Whether the chunk of a 16-byte key can be read here now. Raises ValueError: The key has another length."""
+        """Whether the chunk of a 16-byte key can be read here now. Raises ValueError if the key has another length."""
         if self._compiled is not None:
             ready: bool = self._compiled.ready(key)
             return ready
@@ -67,11 +67,20 @@ class ShmReader:
     ) -> tuple[Bits, int]:
         """Copy chunks into the caller's buffers.
 
-        `into` has an entry per key: a writable, contiguous buffer of the chunk's length, or a list of buffers with that
-        total length. A wrong length is a miss. With `verify`, a wrong checksum is a miss too. `threads` help to copy.
-        Returns (whether each key is a hit, the number of bytes in the hits). A hit means that the key's buffers hold
-        the chunk. Without a hit their content is undefined. Raises UsageError: An entry of `into` has a wrong type, is
-        read-only, or is not contiguous.
+        Args:
+            keys: Keys of the chunks, shape [n, 2].
+            into: For each key, a writable and contiguous buffer of the chunk's length, or a list of buffers with that
+                total length. A wrong length is a miss.
+            verify: Whether to compare checksums. A wrong checksum is a miss.
+            now_s: Time of the host's monotonic clock.
+            threads: Threads that help to copy.
+
+        Returns:
+            Whether each key is a hit, and the total number of bytes of the hits. After a hit, the key's buffers hold
+            the chunk. After a miss, their content is undefined.
+
+        Raises:
+            UsageError: An entry of `into` has a wrong type, is read-only, or is not contiguous.
         """
         table, now = self.table, self.table.ticks(now_s)
         rows, generations = self._find(keys, now)
@@ -99,9 +108,13 @@ class ShmReader:
     def read_one(self, key: bytes, into: Scattered) -> bool:
         """Copy the chunk of one 16-byte key into a writable, contiguous buffer of the chunk's length.
 
-        Returns whether the buffer now holds the chunk. If not, the buffer's content is undefined; a wrong length is a
-        miss. Raises ValueError: The key does not have 16 bytes. BufferError, TypeError, ValueError, UsageError: `into`
-        is not one buffer, is read-only, or is not contiguous.
+        Returns:
+            Whether the buffer now holds the chunk. If not, the content of the buffer is undefined. A wrong length is a
+            miss.
+
+        Raises:
+            ValueError: The key does not have 16 bytes.
+            BufferError, TypeError, ValueError, UsageError: `into` is not a buffer, is read-only, or is not contiguous.
         """
         if self._compiled is not None:
             hit: bool = self._compiled.read_one(key, into)
@@ -112,7 +125,7 @@ class ShmReader:
         return bool(self.read(_one_key(key), [into], verify=False, now_s=time.monotonic())[0][0])
 
     def is_current(self) -> bool:
-        """Whether the paths still name the mapped files: they were neither removed nor replaced."""
+        """Whether the paths still name the mapped files. If not, a file was removed or replaced."""
         return self.table.memory.is_current() and self.arena.is_current()
 
     def close(self) -> None:
@@ -128,7 +141,7 @@ class ShmReader:
     def _read(
         self, rows: Rows, generations: npt.NDArray[np.uint32], into: Sequence[Scattered], hits: Bits, now: int
     ) -> None:
-        """Copy chunks in Python, as `reader_read` in native/reader.c does."""
+        """Copy chunks in Python, with the same result as `reader_read` in native/reader.c."""
         columns, view = self.table.columns, self.arena.view
         for place, row in enumerate(rows.tolist()):
             target = byte_views(into[place], f"into[{place}]", writable=True)

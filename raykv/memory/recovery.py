@@ -1,7 +1,7 @@
 """Takes over the table of an earlier process.
 
-A killed process leaves a table that can be repaired (see `Table.changing`). A table that contradicts itself is refused,
-since its chunks cannot be trusted.
+If a process was killed, its table can be repaired (see `Table.changing`). A table that contradicts itself is refused,
+because its chunks cannot be trusted.
 """
 
 from typing import NamedTuple
@@ -25,9 +25,9 @@ class Recovered(NamedTuple):
     Attributes:
         ready: Rows that hold a chunk.
         quarantined: Rows with a slot that a writer may still fill.
-        slots: The arena's slots. Those of the rows in `ready` and `quarantined` are in use.
-        used_nbytes: Bytes in the slots of these rows, by quota group.
-        expiring: Whether any of these rows has an expiry.
+        slots: The arena's slots. The slots of `ready` and `quarantined` rows are in use.
+        used_nbytes: Bytes in the used slots, by quota group.
+        expiring: Whether a ready or quarantined row has an expiry.
     """
 
     ready: Rows
@@ -38,12 +38,17 @@ class Recovered(NamedTuple):
 
 
 def recover(table: Table) -> Recovered:
-    """Keep committed chunks, and take all other rows out of the index and the chains.
+    """Keep committed chunks, and take all other rows out of the index and the chains. Chunk bytes are not checked.
 
-    A row with an even generation above 0 becomes READY. If it was PENDING_DELETE, it becomes FREE instead, since pins
-    end with the connections of the earlier process. A row with an odd generation that was not FREE becomes QUARANTINED,
-    since its writer may still fill the slot. Chunk bytes are not checked. If the table contradicts itself, raises
-    LostError, which names the contradiction, and changes nothing.
+    Each row gets a new state:
+
+    * A row with an even generation above 0 becomes READY. But a PENDING_DELETE row becomes FREE, because its pins ended
+      with the earlier process.
+    * A row with an odd generation becomes QUARANTINED if it was not FREE, because its writer may still fill the slot.
+    * All other rows become FREE.
+
+    Raises:
+        LostError: The table contradicts itself. The message names the contradiction. The table is unchanged.
     """
     columns, populated = table.columns, slice(0, table.rows_populated)
     generations, state = columns.generation[populated].copy(), columns.state[populated]
@@ -72,7 +77,7 @@ def recover(table: Table) -> Recovered:
 
 
 def _check(table: Table, ready: Rows, unfinished: Rows) -> Recovered:
-    """Check the rows that have a slot, and enter them in a new list of slots."""
+    """Check the rows that have a slot, and enter these rows in new `Slots`."""
     sizes = table.extent_slots
     impossible = (sizes % SLOT_ALIGNMENT_NBYTES != 0) | (sizes > table.extent_nbytes)
     _require(table, not impossible.any(), "extents of impossible slot sizes")
@@ -95,7 +100,7 @@ def _check_rows(table: Table, rows: Rows, slots: Slots, used_nbytes: npt.NDArray
     aligned = (places.numbers - places.starts) * steps == within
     _require(table, aligned.all() and (within + steps).max() <= extent_pages, "chunks off their slots")
     slot_sizes = steps * np.uint32(SLOT_ALIGNMENT_NBYTES)
-    # If a length exceeds the slot's size, the unsigned subtraction wraps around to a very large number.
+    # If a chunk is longer than its slot, the unsigned subtraction wraps around to a very large number.
     fits = slot_sizes - nbytes < SLOT_ALIGNMENT_NBYTES
     _require(table, fits.all(), "chunks that do not fit their slots")
     _require(table, slots.enter(rows, places), "two chunks in one slot")
@@ -114,7 +119,7 @@ def _require(table: Table, sound: bool | np.bool_, problem: str) -> None:
 
 
 def _range(rows: Rows) -> Rows | slice:
-    """Return the rows as a slice if they are consecutive, since numpy reads a slice faster."""
+    """Return the rows as a slice if they are consecutive, because numpy reads a slice faster."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first == len(rows) - 1 else rows
 
@@ -133,14 +138,14 @@ def _index_is_exact(table: Table, ready: Rows) -> bool:
 
 
 def _relink(table: Table, ready: Rows, generations: npt.NDArray[np.uint32]) -> None:
-    """Keep a link to a parent that is ready, is the same chunk as at the commit, and has a depth lower by one.
+    """Remove wrong links to parents, and count the children of each parent.
 
-    Other links are removed. Counts the children of each parent. `generations` has one entry per row of the table; it is
-    0 if the row is not ready.
+    A link is right if the parent is ready, is the same chunk as at the commit, and has a depth lower by one.
+    `generations` has one entry per row of the table. The entry is 0 if the row is not ready.
     """
     columns, rows = table.columns, _range(ready)
     parents = columns.parent[rows]
-    above = np.clip(parents, 0, len(generations) - 1).astype(np.intp)  # numpy indexes fastest with its own integer type
+    above = np.clip(parents, 0, len(generations) - 1).astype(np.intp)  # numpy indexes fastest with `intp`
     expected = generations[above]
     linked = (parents == above) & (expected != 0) & (expected == columns.parent_generation[rows])
     linked &= columns.depth[rows] == columns.depth[above] + np.uint32(1)

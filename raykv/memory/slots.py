@@ -1,8 +1,8 @@
-"""Slots of the arena. The arena consists of equal extents; an extent has slots of one size, like a slab in memcached.
+"""Slots of the arena. The arena consists of equal extents. An extent has slots of one size, like a slab in memcached.
 
 When the last used slot of an extent becomes free, the extent is free too, and can get another slot size. The node's
-process lists the free slots in its private memory. When a node starts, the list is derived from `extent_slots` and the
-column `page` in the chunk table.
+process keeps the list of free slots in its private memory. When a node starts, the list is computed from `extent_slots`
+and the column `page` of the chunk table.
 """
 
 from collections import deque
@@ -21,8 +21,8 @@ Pages = npt.NDArray[np.uint32]
 Extents = npt.NDArray[np.int64]
 
 RUN_SLOTS = 128
-"""`Slots.sample` takes runs of this many neighbouring slots. Chunks of one chain often lie next to each other, so a
-sample has several chunks of a chain."""
+"""`Slots.sample` takes runs of this many neighbouring slots. Chunks of one chain are often in neighbouring slots, so a
+sample contains several chunks of a chain."""
 
 
 def slot_nbytes(nbytes: int) -> int:
@@ -35,8 +35,8 @@ class Places(NamedTuple):
     Attributes:
         numbers: Number of each slot: the first page of its extent, plus the slot's position in the extent.
         extents: Extent of each slot.
-        starts: First page of that extent.
-        steps: Pages per slot; 0 in a free extent. The array has a single entry if all are equal.
+        starts: First page of each slot's extent.
+        steps: Size of each slot in pages; 0 if the extent is free. If all sizes are equal, the array has one entry.
     """
 
     numbers: npt.NDArray[np.intp]
@@ -57,19 +57,27 @@ def slot_places(pages: Pages, extent_slots: npt.NDArray[np.uint32], extent_nbyte
 
 
 class Slots:
-    """Records which slots are free, and which row has which slot.
+    """Records which slots are free, and which row has each used slot.
 
-    A free extent is populated (it has real memory), unpopulated, or failed: `populate` returned False. A failed extent
-    is out of use until `mark_populated` is called for it.
+    A free extent is in one of three states:
+
+    * populated: it has real memory;
+    * unpopulated: it has no real memory yet;
+    * failed: `populate` returned False. The extent is out of use until `mark_populated` is called for it.
 
     Attributes:
-        free_nbytes: Bytes in free slots and free extents, failed extents excluded.
-        populate: Called with an unpopulated extent before its first use, to take real memory for the extent. Returns
-            False if there is none.
+        free_nbytes: Bytes in free slots and free extents. Failed extents do not count.
+        populate: A function that takes real memory for an extent. It is called before the first use of an unpopulated
+            extent. It returns False if there is no memory.
     """
 
     def __init__(self, extent_slots: npt.NDArray[np.uint32], extent_nbytes: int) -> None:
-        """`extent_slots`: the array in the chunk table. This object changes it. Call `enter`, then `open_extents`."""
+        """Start with all slots unused. Then call `enter` for all rows that have slots, and `open_extents` last.
+
+        Args:
+            extent_slots: The array in the chunk table. This object changes the array.
+            extent_nbytes: Size of an extent in bytes.
+        """
         extents = len(extent_slots)
         self._extent_slots, self._extent_nbytes = extent_slots, extent_nbytes
         self.populate: Callable[[int], bool] = lambda extent: False
@@ -77,7 +85,7 @@ class Slots:
         self.free_nbytes = extents * extent_nbytes
         self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # by slot number: row + 1; 0: slot is free
         self._used = np.zeros(extents, np.int64)  # by extent: number of used slots
-        self._open: dict[int, dict[int, None]] = {}  # by slot size: extents with free slots
+        self._open: dict[int, dict[int, None]] = {}  # by slot size: extents with used and free slots
         self._free: dict[int, int] = {}  # by slot size: number of free slots in the extents of `_open`
         self._populated: deque[int] = deque()  # free extents; the most recently used extent is the last
         self._unpopulated: dict[int, None] = {}
@@ -86,7 +94,7 @@ class Slots:
     # -- at start ---------------------------------------------------------------------------------------------------
 
     def enter(self, rows: Rows, places: Places) -> bool:
-        """Record the slots that rows have already. Returns False if two rows have the same slot."""
+        """Record that these rows have these slots. Returns False if two rows have the same slot."""
         entries = rows + np.int32(1)
         taken = self._row_at[places.numbers].any()
         self._row_at[places.numbers] = entries
@@ -94,7 +102,7 @@ class Slots:
         return not taken and bool((self._row_at[places.numbers] == entries).all())
 
     def open_extents(self) -> None:
-        """Find the free slots and the free extents. Call this after `enter` got all rows that have slots."""
+        """Find the free slots and the free extents. First call `enter` for all rows that have slots."""
         for extent, (size, used) in enumerate(zip(self._extent_slots.tolist(), self._used.tolist(), strict=True)):
             if used:
                 self._serve(extent, size)
@@ -198,7 +206,7 @@ class Slots:
         return len(self._populated) * self._extent_nbytes
 
     def next_without_memory(self, *, failed: bool) -> int:
-        """Return an unpopulated extent. If there is none and `failed` is set, return a failed one. -1 means none."""
+        """Return an extent without real memory, or -1. With `failed`, return a failed extent if no other is left."""
         return next(chain(self._unpopulated, self._failed if failed else ()), -1)
 
     def mark_populated(self, extent: int) -> bool:
@@ -220,7 +228,10 @@ class Slots:
         return _used(self._row_at[start : start + self._extent_pages])
 
     def sample(self, count: int, rng: "np.random.Generator", size: int | None = None) -> Rows:
-        """Pick up to `count` random slots. Return the rows of the used ones. With `size`, only slots of this size."""
+        """Pick up to `count` random slots, and return the rows of those that are used.
+
+        If `size` is given, only slots of this size are picked.
+        """
         extents = np.flatnonzero((self._used > 0) & (size is None or self._extent_slots == size))
         slots = self._extent_nbytes // self._extent_slots[extents].astype(np.int64)
         ends = np.cumsum(-(-slots // RUN_SLOTS))

@@ -37,16 +37,21 @@ from raykv.types import Bits, KeyArray, Rows
 
 
 class Table(HashIndex):
-    """A mapped chunk table. Readers may call `touch`. Only the writer may call other methods that change the table.
+    """A mapped chunk table. Readers may call `touch`. All other methods that change the table are for the one writer.
 
     Attributes:
-        header: One element of type HEADER.
-        namespaces: Array of NAMESPACE, indexed by group number. `text` is the group as JSON; empty if unused.
+        header: The header; see `layout.HEADER`.
+        namespaces: Array of NAMESPACE, indexed by group number. `text` is the group as JSON; it is empty if no group
+            has the number.
         extent_slots: The slot size of each extent of the arena, in bytes. 0 means that the extent is free.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
-        """Use a mapped file. Raises LostError: It is cut short, damaged, or not a table of this layout version."""
+        """Use a mapped file.
+
+        Raises:
+            LostError: The file is cut short, damaged, or not a table of this layout version.
+        """
         self.memory = memory
         if memory.nbytes < HEADER.itemsize:
             raise LostError(f"{memory.path} is too short to be a chunk table")
@@ -74,7 +79,7 @@ class Table(HashIndex):
         arrays |= {name: np.frombuffer(view, kind, self.rows, layout.columns[name]) for name, kind in COLUMNS.items()}
         self.columns = Columns(arrays)
         self.cells = Cells(self.columns)
-        # Attributes for lookups, since access to a header field through numpy costs more than a probe.
+        # Lookups use these attributes, because reading a header field through numpy costs more than a probe.
         self.records = view[layout.records : layout.records + self.rows * RECORD.itemsize]
         self._size = layout.index_size
         self.copies = [np.frombuffer(view, "<i4", self._size, start) for start in layout.indexes]
@@ -85,9 +90,10 @@ class Table(HashIndex):
 
     @classmethod
     def create(cls, path: Path | None, *, rows: int, extents: int, extent_nbytes: int, now_s: float) -> "Table":
-        """Make an empty table. Takes real memory for its first ROWS_AT_START rows.
+        """Make an empty table. If `path` is None, use anonymous memory. The first ROWS_AT_START rows get real memory.
 
-        Raises ConfigError: The file cannot be made, or there is no room for it.
+        Raises:
+            ConfigError: The file cannot be made, or there is no room for the file.
         """
         layout = Layout(rows, extents)
         memory = SharedMemory.create(path, layout.nbytes)
@@ -110,11 +116,11 @@ class Table(HashIndex):
 
     @property
     def rows_populated(self) -> int:
-        """Number of rows with real memory. An access to a later row may kill the process."""
+        """The rows before this number have real memory. An access to any other row may kill the process."""
         return self._rows_populated[0]
 
     def populate_rows(self, upto: int) -> bool:
-        """Take real memory for the rows before `upto`. Safe while others read and write.
+        """Take real memory for the rows before `upto`. Other threads and processes may read and write meanwhile.
 
         Returns False if the file system has no room. Then `rows_populated` does not change.
         """
@@ -135,7 +141,7 @@ class Table(HashIndex):
     # -- clock and header ------------------------------------------------------------------------------------------
 
     def ticks(self, now_s: float) -> int:
-        """Convert a time of the host's monotonic clock to ticks. At least 1, since 0 means never."""
+        """Convert a time of the host's monotonic clock to ticks. The result is at least 1, because 0 means never."""
         return max(1, int((now_s - self.made_at_s) * TICKS_PER_S))
 
     def seconds(self, ticks: int) -> float:
@@ -145,10 +151,11 @@ class Table(HashIndex):
     def changing(self) -> Iterator[bool]:
         """Set the header's `dirty` to 1 for the `with` block, and to 0 at its end.
 
-        If the process dies in the block, `dirty` stays 1, and recovery rebuilds the index. After an exception it stays
-        1 until the next change ends.
+        If the process dies in the block, `dirty` stays 1, and recovery rebuilds the index. After an exception, `dirty`
+        stays 1 until the next change ends.
 
-        Yields: Whether `dirty` was 1 already, because an earlier change did not finish.
+        Yields:
+            Whether `dirty` was 1 already. If so, an earlier change did not finish.
         """
         was_dirty = bool(self.header["dirty"])
         self.header["dirty"] = 1
@@ -169,7 +176,7 @@ class Table(HashIndex):
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def touch(self, rows: Rows, tick: int) -> None:
-        """Count a read of each row. No row may be -1. Readers call this without a lock; a lost update does no harm."""
+        """Count a read of each row. No row may be -1. No lock is needed, because a lost update does no harm."""
         self.columns.accessed[rows] = tick
         self.columns.frequency[rows] += 1
 
@@ -177,7 +184,7 @@ class Table(HashIndex):
         return np.stack([self.columns.key_hi[rows], self.columns.key_lo[rows]], axis=1)
 
     def ready_rows(self) -> Rows:
-        """Return all rows that hold a chunk and are not PENDING_DELETE. Slow, since it scans all rows."""
+        """Return all READY rows. This is slow, because it scans all rows."""
         generation, state = (part[: self.rows_populated] for part in (self.columns.generation, self.columns.state))
         ready = (generation & 1 == 0) & (generation != 0) & (state != RowState.PENDING_DELETE)
         return np.flatnonzero(ready).astype(np.int32)

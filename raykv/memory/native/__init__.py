@@ -1,6 +1,6 @@
-"""`loops` is the module of compiled loops. If it is None, callers use numpy and the standard library instead.
+"""`loops` is the module of compiled loops. If `loops` is None, callers use numpy and the standard library instead.
 
-The package build compiles the loops if it finds a C compiler. RAYKV_NATIVE=0 turns them off.
+The package build compiles the loops if it finds a C compiler. RAYKV_NATIVE=0 turns the loops off.
 """
 
 from raykv.config import native_wanted

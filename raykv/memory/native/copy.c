@@ -9,9 +9,9 @@
 
 /* -- the quickest way --------------------------------------------------------------------------------------------- */
 
-/* The quickest way to copy depends on the processor: a way that takes a third less time on one processor takes a third
-   more on another. So the first copies of a process try all ways in turn. Later copies use the way that was quickest.
-   Small and large copies choose separately, since part of a small copy's bytes are in a cache. */
+/* Which way to copy is quickest depends on the processor: a way that takes a third less time on one processor takes a
+   third more on another. So the first copies of a process try all ways in turn. Later copies use the way that was
+   quickest. The choice is separate for small and large copies, because a part of a small copy's bytes is in a cache. */
 #define TRIES (5 * WAYS)
 #define LARGE_NBYTES (128 << 10)
 #define TRIED_NBYTES (16 << 10) /* smaller copies are not timed */
@@ -70,16 +70,17 @@ __attribute__((target("avx2"))) static inline void stream_128(char *to, const ch
     _mm256_stream_si256((__m256i *)(to + 96), d);
 }
 
-/* Copy four pages in turn, 128 bytes of each: the processor prefetches only within a page, so it prefetches in all four
-   at the same time. */
+/* Copy four pages together: 128 bytes of each page in turn. The processor prefetches only within a page, so this way it
+   prefetches from four pages at the same time. */
 __attribute__((target("avx2"))) void stream_group(char *to, const char *from) {
     for (size_t at = 0; at < GROUP / 4; at += 128)
         for (size_t page = 0; page < GROUP; page += GROUP / 4)
             stream_128(to + page + at, from + page + at);
 }
 
-/* Copy with stores that bypass the cache. The target's old lines are not read first, which saves a third of the memory
-   traffic. With FETCHED, loads bypass the outer caches too, so a large copy does not evict other data from them. */
+/* Copy with stores that bypass the cache. Ordinary stores would first read the target's old cache lines, which is a
+   third of the memory traffic. With FETCHED, loads bypass the outer caches too, so that a large copy does not evict
+   other data from these caches. */
 __attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, size_t n, int way) {
     size_t head = (size_t)(-(intptr_t)to) & 63;
     head = head > n ? n : head;
@@ -98,7 +99,7 @@ __attribute__((target("avx2"))) static void stream_avx2(char *to, const char *fr
         }
     }
     memcpy(to, from, n);
-    _mm_sfence(); /* streamed stores are weakly ordered: later stores must not overtake them */
+    _mm_sfence(); /* without this fence, later stores could overtake the streamed stores */
 }
 #endif
 
@@ -121,12 +122,12 @@ void copy_bytes(char *to, const char *from, size_t n, int stream) {
 
 /* -- jobs --------------------------------------------------------------------------------------------------------- */
 
-/* The chunks of one batch. Several threads copy them without the GIL; each free thread takes the next chunks. The
-   caller's thread holds the buffers and copies too, since the helper threads may start late or never. */
+/* The chunks of one batch. Several threads copy them without the GIL. Each free thread takes the next chunks. The
+   caller's thread holds the buffers. It copies too, because the helper threads may start late or never. */
 typedef struct {
     void (*copy)(const void *batch, Py_ssize_t at);
-    const void *batch; /* the caller frees it when no begun chunk is being copied: read it only to copy a chunk */
-    Py_ssize_t count, step, begun, ended; /* all in chunks; a thread begins `step` of them at once */
+    const void *batch; /* only for copying begun chunks: the caller frees the batch when all begun chunks are copied */
+    Py_ssize_t count, step, begun, ended; /* numbers of chunks; a thread begins `step` chunks at once */
 } job_t;
 
 #define JOB "raykv.job"
@@ -146,14 +147,14 @@ static void end_job(job_t *job) {
     Py_ssize_t begun = __atomic_exchange_n(&job->begun, job->count, __ATOMIC_RELAXED);
     begun = begun < job->count ? begun : job->count;
     while (__atomic_load_n(&job->ended, __ATOMIC_ACQUIRE) < begun)
-        sched_yield(); /* the other threads end their chunks within milliseconds */
+        sched_yield(); /* this does not last long: each other thread ends its chunks within milliseconds */
 }
 
 static void free_job(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, JOB)); }
 
-/* Copy all chunks of a batch. Unless `call` is None, `call(job)` is called first; it hands the job to helper threads.
-   With `keep_lock` this thread keeps the GIL while it copies. Returns 1, or 0 with a Python exception set if `call` or
-   an allocation fails. On return no thread copies for this batch. */
+/* Copy all chunks of a batch. If `call` is not None, first call `call(job)`, which gives the job to helper threads.
+   With `keep_lock`, this thread keeps the GIL during the copy. Returns 1; or 0, with a Python exception set, if `call`
+   or an allocation fails. When this function returns, no thread copies for this batch any more. */
 int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_t count, PyObject *call, int keep_lock) {
     job_t alone = {copy, batch, count, count / STEPS_A_JOB + 1, 0, 0}, *job = &alone;
     PyObject *capsule = NULL, *called = NULL;

@@ -1,7 +1,7 @@
 /* Checksums, and copying with the checksum in the same pass.
 
-   The checksum is xxh3-64 (seed 0) of more than HASH_LEAST bytes, as in the xxhash package. It is computed in steps,
-   while the copied bytes are in the CPU cache, and without the GIL. */
+   The checksum is xxh3-64 (seed 0) of more than HASH_LEAST bytes, as in the xxhash package. A small part of the bytes
+   is hashed and copied, then the next part. So each part is in the CPU cache when it is used for the second time. */
 
 #include "native.h"
 
@@ -118,8 +118,8 @@ static void hash_blocks(uint64_t *lanes, const uint8_t *from, size_t count) {
     blocks_plain(lanes, from, count);
 }
 
-/* Hash the end of a value of `nbytes` bytes: the `left` bytes (1 to HASH_BLOCK) at `tail`. Returns the checksum of the
-   value. The STRIPE bytes before `tail + left` must be readable. */
+/* Hash the last `left` bytes (1 to HASH_BLOCK) of a value of `nbytes` bytes. `tail` points to these bytes. Returns the
+   checksum of the value. The STRIPE bytes before `tail + left` must be readable. */
 static uint64_t hash_tail(uint64_t *lanes, const uint8_t *tail, size_t left, size_t nbytes) {
     stripes_plain(lanes, tail, secret, (left - 1) / STRIPE);
     stripes_plain(lanes, tail + left - STRIPE, secret + 121, 1);
@@ -136,8 +136,8 @@ static uint64_t hash_tail(uint64_t *lanes, const uint8_t *tail, size_t left, siz
 
 /* -- bytes that arrive in parts ----------------------------------------------------------------------------------- */
 
-/* The last bytes of a part are not hashed at once: if no part follows, `hash_tail` must hash them. `tail` holds them,
-   after the STRIPE bytes that were hashed last. */
+/* The last bytes of a part stay in `hasher_t.tail`, because `hash_tail` must hash them if no part follows. In
+   `hasher_t.tail` they come after the STRIPE bytes that were hashed last. */
 
 void hasher_begin(hasher_t *hasher) {
     hash_begin(hasher->lanes);
@@ -172,7 +172,7 @@ uint64_t hasher_end(hasher_t *hasher) {
 
 /* -- copying with the checksum ------------------------------------------------------------------------------------ */
 
-#define TURN (16 * HASH_BLOCK) /* bytes that are hashed, then copied: they stay in the innermost cache in between */
+#define TURN (16 * HASH_BLOCK) /* number of bytes to hash before they are copied: few enough for the L1 cache */
 
 #if defined(__x86_64__)
 /* Do the work of `store_blocks` with streaming stores. Returns the number of bytes copied. */
@@ -212,8 +212,8 @@ static void store_blocks(uint64_t *lanes, char *to, const char *from, size_t blo
     end_trial(trial);
 }
 
-/* Copy pieces one after another into `to`. Returns their checksum. If a piece begins at a block boundary of the hash,
-   its whole blocks are hashed from the source. Other bytes are hashed in the target, while the CPU cache has them. */
+/* Copy pieces one after another into `to`. Returns the checksum of all bytes. If all bytes before a piece are hashed,
+   the whole blocks of the piece are hashed during the copy. Other bytes are hashed in the target after their copy. */
 static uint64_t store_pieces(char *to, const Py_buffer *pieces, Py_ssize_t count, size_t nbytes, int stream) {
     uint64_t lanes[8];
     hash_begin(lanes);
@@ -221,7 +221,7 @@ static uint64_t store_pieces(char *to, const Py_buffer *pieces, Py_ssize_t count
     for (Py_ssize_t at = 0; at < count; at++) {
         const char *from = pieces[at].buf;
         size_t left = (size_t)pieces[at].len, end = filled + left;
-        if (hashed == filled && left) { /* `hash_tail` hashes the last 1 to HASH_BLOCK bytes of the value */
+        if (hashed == filled && left) { /* leave the last 1 to HASH_BLOCK bytes of the value for `hash_tail` */
             size_t whole = (end == nbytes ? left - 1 : left) / HASH_BLOCK;
             store_blocks(lanes, to + filled, from, whole, stream);
             from += whole * HASH_BLOCK, left -= whole * HASH_BLOCK;

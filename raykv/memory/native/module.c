@@ -26,9 +26,9 @@ static Py_buffer *hold(chunks_t *chunks, PyObject *object, int flags) {
     return piece;
 }
 
-/* Hold the buffers of a list of chunks. Each chunk is a buffer, or a list or tuple of buffers. Returns 1, or 0
-   with a Python exception set if a buffer cannot be used with `flags`, if a chunk is shorter than `least` bytes, or if
-   there is no memory. The caller must call `let_go` in any case. */
+/* Hold the buffers of a list of chunks. Each chunk is a buffer, or a list or tuple of buffers. Returns 1 after success.
+   Returns 0, with a Python exception set, if a buffer cannot be used with `flags`, if a chunk is shorter than `least`
+   bytes, or if there is no memory. The caller must call `let_go` in both cases. */
 int hold_chunks(chunks_t *chunks, PyObject *list, int flags, size_t least) {
     if (!(chunks->list = PySequence_Fast(list, "chunks: not a sequence")))
         return 0;

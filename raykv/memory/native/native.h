@@ -1,6 +1,6 @@
-/* Declarations for all C files. The C files contain the loops that take the most time: looking up many keys, copying
-   many chunks out of the arena and into it, receiving many chunks from a socket. Python modules document these loops,
-   and contain the same loops in Python.
+/* Declarations for all C files. The C files contain the loops that take the most time: to look up many keys, to copy
+   many chunks out of the arena and into the arena, to receive many chunks from a socket. The Python modules contain the
+   same loops in Python, and document them.
 
    The loops check what they read from shared memory. A row or an offset outside the buffers is a miss. */
 
@@ -14,9 +14,9 @@
 #include <time.h>
 
 #define PAGE_SHIFT 12
-#define HASH_LEAST 240                /* up to this size xxh3 uses an algorithm that is not implemented here */
+#define HASH_LEAST 240                /* up to this number of bytes, xxh3 uses an algorithm that is missing here */
 #define WITHOUT_GIL_NBYTES (32 << 10) /* a read of at least this size in total releases the GIL */
-#define WITHOUT_GIL_ONE_NBYTES (256 << 10) /* the same, for `read_one` */
+#define WITHOUT_GIL_ONE_NBYTES (256 << 10) /* a `read_one` of at least this size releases the GIL */
 #define WITHOUT_GIL_KEYS 4096 /* a lookup of at least this many keys releases the GIL */
 
 typedef struct {
@@ -30,7 +30,7 @@ static inline int64_t monotonic_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-#pragma GCC visibility push(hidden) /* other libraries must not see these names */
+#pragma GCC visibility push(hidden) /* other libraries must not see the names declared here */
 
 /* -- module.c: the buffers of a call ------------------------------------------------------------------------------ */
 
@@ -44,7 +44,7 @@ typedef struct {
     PyObject *list;
     chunk_t *all;
     Py_buffer *pieces;
-    Py_ssize_t count, held, room; /* numbers of chunks, of used `pieces`, of allocated `pieces` */
+    Py_ssize_t count, held, room; /* number of chunks; number of used `pieces`; number of allocated `pieces` */
 } chunks_t;
 
 int sized(const Py_buffer *buffer, Py_ssize_t nbytes, const char *name);
@@ -56,7 +56,7 @@ void let_go(chunks_t *chunks);
 enum { FETCHED, PAGES, PLAIN, WAYS }; /* ways of a large copy; see stream_avx2 */
 
 typedef struct {
-    uint32_t begun, cost[WAYS]; /* number of tries so far; each way's best try in picoseconds per byte, 0: not tried */
+    uint32_t begun, cost[WAYS]; /* number of tries; lowest cost of each way in picoseconds per byte, 0: not tried */
 } choice_t;
 
 typedef struct {

@@ -9,7 +9,7 @@
 #define REMOVED 1
 #define APART 8               /* each stage of `find_all` is this many keys behind the stage before it */
 #define UNDER_WAY (4 * APART) /* at most this many keys of a call are looked up at once */
-#define BEHIND 3              /* number of further records to prefetch if the first one has another key */
+#define BEHIND 3              /* if the first record has another key, prefetch the records of this many more entries */
 #define NO_END (-2)           /* result of `probe`: the index has no empty entry */
 
 /* The entry at which the search for a key begins; see HashIndex._home. */
@@ -19,7 +19,8 @@ static inline size_t home_of(uint64_t hi, uint64_t lo, size_t size) {
 
 static inline int is_row(int32_t entry, size_t rows) { return entry >= FIRST && (size_t)(entry - FIRST) < rows; }
 
-/* Whether a record has this key. Loads the generation first: the key is valid while the generation does not change. */
+/* Whether a record has this key. Loads the generation before the key: if the generation is still the same later, the
+   record still has the key. */
 static inline int has_key(const record_t *record, const uint64_t *key, uint32_t *generation) {
     uint32_t seen = __atomic_load_n(&record->generation, __ATOMIC_ACQUIRE);
     if (__atomic_load_n(&record->key_lo, __ATOMIC_RELAXED) != key[1] ||
@@ -29,13 +30,14 @@ static inline int has_key(const record_t *record, const uint64_t *key, uint32_t 
     return 1;
 }
 
-/* Whether a row is ready and not expired at tick `now`. If now < 0, every row is usable. */
+/* Whether a row is ready and not expired at tick `now`. If now < 0, all rows are usable. */
 static inline int is_usable(const record_t *record, uint32_t generation, int64_t now) {
     uint32_t expires = __atomic_load_n(&record->expires, __ATOMIC_RELAXED);
     return now < 0 || (generation && !(generation & 1) && (!expires || (int64_t)expires > now));
 }
 
-/* Return the row of a key; -1 if the key is not here or not usable; NO_END if it is not here and no entry is empty. */
+/* Return the row of a key; -1 if the key is missing or its row is not usable; NO_END if the key is missing and the
+   index has no empty entry. */
 int32_t probe(const record_t *records, size_t rows, const int32_t *index, size_t size, const uint64_t *key, int64_t now,
               uint32_t *generation) {
     size_t position = home_of(key[0], key[1], size);
@@ -57,8 +59,8 @@ int32_t probe(const record_t *records, size_t rows, const int32_t *index, size_t
 
 /* Look up many keys. The memory for a key is prefetched in three stages, which overlap with the stages of other keys.
    Stage 1 fetches the home entry in the index. Stage 2 fetches the record of that entry. Two thirds of the keys are
-   there. For the other keys, stage 3 fetches the records of the next entries. Returns 1, or 0 if a search met no empty
-   entry. */
+   found in that record. For the other keys, stage 3 fetches the records of the next entries. Returns 1; or 0 if a key
+   is missing and the index has no empty entry. */
 static int find_all(const record_t *records, size_t rows, const int32_t *index, size_t size, const uint64_t *keys,
                     size_t count, int64_t now, int32_t *found, uint32_t *generations) {
     size_t homes[UNDER_WAY], others[UNDER_WAY], waiting = 0, probed = 0;

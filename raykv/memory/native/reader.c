@@ -4,7 +4,8 @@
 
 #define STREAM_NBYTES (64 << 10) /* a `read_one` of at least this size bypasses the CPU cache */
 
-/* The mapped memory of one node, held between calls, since passing it as arguments costs more than a lookup. */
+/* The mapped memory of one node. A reader holds these buffers between calls, because passing them as arguments would
+   cost more than a lookup. */
 enum { RECORDS, INDEX, OTHER_INDEX, ACTIVE, ARENA, ACCESSED, FREQUENCY, BUFFERS };
 
 typedef struct {
@@ -13,7 +14,7 @@ typedef struct {
     double made_at_s, ticks_per_s;
 } reader_t;
 
-/* Count a read of a row. Other readers may do so at the same time: a lost update does no harm. */
+/* Count a read of a row. Other readers may do so at the same time, because a lost update does no harm. */
 static void count_read(const reader_t *reader, int32_t row, uint32_t tick) {
     __atomic_store_n((uint32_t *)reader->held[ACCESSED].buf + row, tick, __ATOMIC_RELAXED);
     uint32_t *reads = (uint32_t *)reader->held[FREQUENCY].buf + row;
@@ -28,7 +29,7 @@ static const char *chunk_of(const reader_t *reader, const record_t *record, uint
     return inside ? (const char *)reader->held[ARENA].buf + start : NULL;
 }
 
-/* Whether a record still has the generation of the lookup. Call it after copying the chunk. */
+/* Whether a record still has the generation of the lookup. Called after the copy of the chunk. */
 static int is_unchanged(const record_t *record, uint32_t generation) {
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return __atomic_load_n(&record->generation, __ATOMIC_RELAXED) == generation;
@@ -105,7 +106,8 @@ static uint32_t tick_of(const reader_t *reader) {
     return ticks < 1 ? 1 : (uint32_t)ticks;
 }
 
-/* Return the row of a 16-byte key, -1 if it is not ready, or -2 with a Python exception set if `object` is no key. */
+/* Return the row of a 16-byte key; -1 if no chunk with this key is ready; -2, with a Python exception set, if `object`
+   is not a key. */
 static int32_t row_of(const reader_t *reader, PyObject *object, uint32_t tick, uint32_t *generation) {
     uint64_t key[2];
     if (!PyBytes_Check(object) || PyBytes_GET_SIZE(object) != sizeof key) {

@@ -5,7 +5,8 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-/* One system call receives at most this many bytes, so that they are still in the CPU cache when they are hashed. */
+/* One system call receives at most STEP_NBYTES bytes, in at most STEP_PIECES buffers. So few bytes are still in the CPU
+   cache when they are hashed. */
 #define STEP_NBYTES (256 << 10)
 #define STEP_PIECES 256
 
@@ -20,7 +21,7 @@ typedef struct {
     hasher_t hasher;
 } filling_t;
 
-/* Hash the next n bytes, which were received, and move the position behind them. */
+/* Hash the n bytes that were received last, and move the position behind them. */
 static void advance(filling_t *filling, size_t n) {
     const chunks_t *chunks = filling->chunks;
     while (filling->chunk < chunks->count) {
@@ -42,7 +43,7 @@ static void advance(filling_t *filling, size_t n) {
     }
 }
 
-/* Set `places` to the free parts of buffers that the next bytes fill, in order. Returns the number of these parts. */
+/* Set `places` to the parts of buffers that the next bytes will fill, in order. Returns the number of these parts. */
 static size_t next_places(const filling_t *filling, struct iovec *places) {
     size_t count = 0, nbytes = 0, skip = filling->filled;
     const chunks_t *chunks = filling->chunks;
@@ -72,8 +73,9 @@ static void fill_from(filling_t *filling, const char *from, size_t left) {
     }
 }
 
-/* Fill the remaining chunks from a socket. Each wait for bytes lasts at most SO_RCVTIMEO; then the deadline is
-   checked. Runs without the GIL. Returns how the call ends: FAILED with EINTR if Python has to handle a signal. */
+/* Fill the remaining chunks from a socket. The deadline is checked after each wait for bytes, which lasts at most
+   SO_RCVTIMEO. The caller must not hold the GIL. Returns FULL, LATE, CLOSED, or FAILED with `errno` set. If `errno` is
+   EINTR, Python has to handle a signal, and the caller may call again. */
 static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns) {
     struct iovec places[STEP_PIECES];
     while (filling->chunk < filling->chunks->count) {
