@@ -181,7 +181,7 @@ def test_hits_are_those_of_the_reference(name, rng):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), [("arc", 0.01), ("s3fifo", 0.002)])
 def test_hits_differ_little_from_the_reference(name, tolerance, rng):
-    """When an evicted chunk returns, the reference knows it before making room, and the policy only afterwards."""
+    """Hits may differ: the reference knows that a chunk returns before it makes room, and the policy only later."""
     for _ in range(8):
         accesses, size = skewed(rng, 4000), rng.randrange(10, 500)
         share = REFERENCES[name](accesses, size) / len(accesses)

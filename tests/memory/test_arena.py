@@ -166,7 +166,7 @@ def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicte
     ballast = small_tmpfs / "ballast"
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free_nbytes(small_tmpfs) - (300 << 10))
-    assert fill(4, 256 << 10, 2.0) == 3  # one new extent has memory, and two were populated before
+    assert fill(4, 256 << 10, 2.0) == 3  # one extent gets memory now, and two had memory before
     assert store.allocator.slots.extents_failed == 5
     assert store.counters.evicted == 2
     assert store.chunks == 3

@@ -253,7 +253,7 @@ def test_views_that_cannot_be_used_are_named():
 
 
 def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
-    """The first large copies of a process try all ways in turn. So a new process makes these copies."""
+    """The first large copies of a process try all ways in turn. So this test copies in a new process."""
     if native.loops is None or not native.loops.avx2(True):
         pytest.skip("only one way here")
     subprocess.run([sys.executable, "-c", WAYS, str(rng.randrange(1 << 30))], check=True)

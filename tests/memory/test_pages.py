@@ -197,7 +197,7 @@ def test_an_extent_without_huge_pages_is_out_of_use_where_they_are_required(shm_
     require_pages(memory, HUGE)
     assert memory.populate(0, 2 * HUGE)
     monkeypatch.setattr(pages, "collapse", lambda *_: False)
-    assert memory.populate(0, 2 * HUGE)  # these bytes already have huge pages
+    assert memory.populate(0, 2 * HUGE)  # this part already has huge pages
     assert not memory.populate(2 * HUGE, HUGE)
     memory.close()
 

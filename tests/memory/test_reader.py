@@ -236,9 +236,10 @@ def test_an_index_without_an_empty_entry_makes_misses(writer, entry):
 
 @pytest.mark.slow
 def test_readers_miss_no_chunk_that_is_there_while_the_index_changes(rng: random.Random):
-    """Readers find every committed key while other keys come and go and the index is rebuilt.
+    """Readers find every committed key while other keys are added and removed, and while the index is rebuilt.
 
-    A lookup that is under way during two rebuilds may miss. So both readers begin new lookups between two rebuilds.
+    A lookup may miss if the index is rebuilt twice during the lookup. So both readers begin new lookups between two
+    rebuilds.
     """
     rows, steps = 512, 4000
     table = Table.create(None, rows=rows, extents=1, extent_nbytes=rows * PAGE, now_s=0.0)

@@ -184,8 +184,7 @@ def test_what_is_stored_again_after_it_was_deleted_is_there(tmp_path):
             assert one.delete(keys) == 4
             assert one.right(keys, 5000) == [False] * 4
         one.put(keys[:2], 5000)
-        # Wait until `other` knows the tombstones. Before that, `other` believes that it has the chunk, and writes
-        # nothing.
+        # Wait until `other` knows the tombstones. Before that, `other` takes keys[2] for stored, and does not write it.
         wait_for(
             lambda: (
                 not one.tier._catalog.tombstones.pending

@@ -205,7 +205,7 @@ class LinkContract:
         with pytest.raises(ProtocolError):
             link.call(messages.Read(b""), refuse, deadline_s=soon())
         assert service.sessions[0].closed.wait(5.0)
-        assert len(service.finished) == 1  # [False], but [True] if the server had already sent all bytes
+        assert len(service.finished) == 1  # usually [False]; [True] if the server had already sent all bytes
         with pytest.raises(PeerUnavailable):
             link.call(messages.GetStats(), deadline_s=soon())
 
