@@ -497,6 +497,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 5))]
 SPEC_KINDS = {"f": "full_attention", "w": "sliding_window", "s": "mamba"}
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -511,7 +512,7 @@ SHAPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlapped"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_every_slot_holds_its_prefix(
     model: Path,
     cluster: raykv.EmbeddedCluster,
@@ -562,7 +563,7 @@ def test_every_slot_holds_its_prefix(
 
 @pytest.mark.parametrize("shape", [{}, {"chunk_blocks": 3}, {"kinds": "fww"}, {"kinds": "fs"}], ids=str)
 @pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlapped"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_slot_holds_kv_of_other_weights(
     model: Path, cluster: raykv.EmbeddedCluster, seed: int, overlap: bool, shape: dict[str, Any]
 ):
