@@ -1,1 +1,1 @@
-"""Benchmarks. Other users share the machines, so a figure is compared with other figures of the same run."""
+"""Benchmarks. The machines are shared, so a figure is only compared with other figures of the same run."""

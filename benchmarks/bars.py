@@ -1,4 +1,4 @@
-"""Computes the bars. A bar is a figure of raykv, such as a ratio to the best peer, and the bound that it must reach.
+"""Computes the bars. A bar is a figure of raykv, such as the ratio to the best peer, and a bound for this figure.
 
 The tables also show single objects of 16 KiB. They have no bar, because KV caches have no chunks of this size.
 """
@@ -27,7 +27,7 @@ from benchmarks.workloads import BATCH, KIB, LOOKUP_BATCH, MIB, Workload, get, p
 
 BAR_SIZES = (64 * KIB, MIB, 4 * MIB)
 SECOND_LIMITS = {DICT: MAPPED_DICT, MEMCPY: MAPPED}
-"""Maps a limit to another one. The note of a bar also shows the ratio to the other limit."""
+"""Maps a limit to a second limit. The note of a bar also shows the ratio to the second limit."""
 NEAR = 0.05
 """If raykv misses a bar by less than this share of the bound, the report says so."""
 REMOTE_RAYKV = [RAYKV_MATCHED, RAYKV, RAYKV_GENERAL]
@@ -35,10 +35,11 @@ REMOTE_RAYKV = [RAYKV_MATCHED, RAYKV, RAYKV_GENERAL]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A figure of raykv, and the bound (`bar`) that it must reach.
+    """A figure of raykv, and the bound that the figure must reach.
 
     Attributes:
         value: The figure; None if it could not be measured.
+        bar: The bound.
         at_least: Whether `bar` is a lower bound. Otherwise it is an upper bound.
         unit: Text after the figures: "x" for ratios.
         note: Further text, such as the peer that raykv is compared with, and missing peers.
@@ -76,7 +77,7 @@ class Bars:
     def _to_limit(
         self, name: str, phase: PhaseName, rows: list[str], limit: str, workload: Workload, bar: float
     ) -> None:
-        """Add a bar: the ratio of the best raykv line in `rows` to the line in `limit`."""
+        """Add a bar: the ratio of the best raykv line in `rows` to the line `limit`."""
         best = self._figures.best(phase, rows, workload)
         value = self._figures.ratio(phase, best[0], limit, workload) if best else None
         notes = [best[0]] if best and best[0] != RAYKV else []

@@ -2,8 +2,8 @@
 
     python -m benchmarks.compare [--quick] [--rounds N] [--runs N] [--peers a,b] [--json FILE] [--from FILE ...]
 
-Prints tables, then the bars (figures that raykv must reach), and whether each is met. Judge raykv by the bars' medians
-of three runs: use `--runs 3`, or `--from` with the files of three runs. All TCP sockets have the system's congestion
+Prints tables, then the bars: figures that raykv must reach, and whether they are met. Judge raykv by the medians of
+three runs: use `--runs 3`, or `--from` with the files of three runs. All TCP sockets have the system's congestion
 control. benchmarks/README.md describes each line of the tables. If a peer cannot be installed or started, its name and
 the reason are printed, and the other peers are measured.
 """
@@ -46,7 +46,7 @@ LOOKUP_MANY_ROWS: Final = 10_000_000
 LOOKUP_FILL_S: Final = 20.0
 """A store is filled for at most this long. Only the keys that it has by then are looked up."""
 QUICK_LOOKUP_PEERS: Final = {"redis", "memcached"}
-"""The peers of the lookups with `--quick`: they store a million objects in two seconds."""
+"""With `--quick`, lookups are measured only on these peers, because they store a million objects in two seconds."""
 QUICK_MIXED_PEERS: Final = {"mooncake", "memcached"}
 LAST: Final = ROOT / ".cache" / "bench" / "last.json"
 
@@ -238,7 +238,7 @@ class Run:
     # -- the mixed run ----------------------------------------------------------------------------------------------
 
     def _mixed(self) -> None:
-        """Measure the stores one after another: a reader and a writer use each store while it is full and evicts."""
+        """Measure one store after another. A reader and a writer use the store, which is full and evicts objects."""
         limits = self._start(Spec("limits", "limits"), store_nbytes=0, tag=" mixed")
         assert limits is not None
         limits.ask("store_mixed", face="loader")
@@ -315,7 +315,7 @@ def main() -> int:
     if arguments.sources:
         runs = [json.loads(source.read_text()) for source in arguments.sources]
     else:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # runs the clean-up
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # an exception, so that the clean-up runs
         chosen = (
             arguments.peers.split(",") if arguments.peers is not None else (QUICK_PEERS if arguments.quick else PEERS)
         )

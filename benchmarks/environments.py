@@ -1,4 +1,4 @@
-"""Makes an environment for each peer, under .cache/bench. It is made again if the peer's requirements have changed."""
+"""Makes an environment for each peer, under .cache/bench. It is made again when its requirements have changed."""
 
 import hashlib
 import os
@@ -27,7 +27,7 @@ class Environment:
     """The environment in which the client of a store runs.
 
     Attributes:
-        python: Path of its interpreter.
+        python: Path of the interpreter.
         problem: Why the environment cannot be used; empty if it can.
     """
 
@@ -36,7 +36,7 @@ class Environment:
 
 
 def prepare(names: set[str]) -> dict[str, Environment]:
-    """Return the named environments; make missing ones first, in parallel. "" is the environment of this process.
+    """Make missing environments in parallel, and return all named ones. "" names the environment of this process.
 
     An environment that cannot be made has a `problem`. The others can still be used.
     """
@@ -56,7 +56,7 @@ def prepare(names: set[str]) -> dict[str, Environment]:
 
 
 def draw(results: Path, chart: Path) -> str:
-    """Draw the figures of a JSON file. Returns why that was not possible, or an empty text."""
+    """Draw the chart of a JSON file. Returns an empty text, or the reason why the chart was not drawn."""
     environment = prepare({CHART})[CHART]
     command = [str(environment.python), "-m", "benchmarks.chart", str(results.resolve()), str(chart.resolve())]
     return environment.problem or _guarded(partial(_run, command, cwd=str(ROOT)))

@@ -51,7 +51,7 @@ class Figures:
 
 
 class Lookups:
-    """The lookups among very many keys, by line and number of keys: medians over the rounds."""
+    """Medians over the rounds of the lookups among very many keys, by line and number of keys."""
 
     def __init__(self, results: dict[str, Any]) -> None:
         self._cells: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -60,20 +60,21 @@ class Lookups:
                 self._cells.setdefault((cell.get("row", RAYKV), cell["rows"]), []).append(cell)
 
     def lines(self) -> list[tuple[str, int]]:
-        """Return (line, number of keys that its store holds) pairs, in the order of `LOOKUPS`."""
+        """Return pairs of a line and the number of keys in its store, in the order of `LOOKUPS`."""
         order = [label for label, _ in LOOKUPS]
         return sorted(self._cells, key=lambda line: (order.index(line[0]), line[1]))
 
     def value(self, row: str, rows: int, field: str) -> float | None:
         """Return the median of a field; None if there is no figure.
 
-        Fields are `keys_per_s` of batches, `first_keys_per_s` of the first batches after a pause, and `single_p50_s`.
+        The fields are `keys_per_s` for all batches, `first_keys_per_s` for the first batches after a pause, and
+        `single_p50_s` for single lookups.
         """
         found = [cell[field] for cell in self._cells.get((row, rows), ()) if field in cell]
         return statistics.median(found) if found else None
 
     def best_peer(self, rows: int) -> tuple[str, float] | None:
-        """Return the fastest of the peers that hold this number of keys, and its keys per second."""
+        """Return the fastest of the peers that hold this number of keys, and the peer's keys per second."""
         rates = [
             (row, rate)
             for row, held in self._cells

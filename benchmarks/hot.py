@@ -2,10 +2,10 @@
 
 Run by hand: `python -m benchmarks.hot --directory /path/on/the/drive`
 
-The node runs in its own process. This process reads single chunks that stay in memory: first alone, then while a second
-process makes the node promote chunks from its SSD without a pause. The second process copies none of these chunks, so
-that the drive is busy and not the CPU. With `--writes` it also puts and reads chunks. Rounds with and without this load
-alternate.
+The node runs in its own process. This process reads single chunks that stay in memory, in turn with and without load.
+The load comes from a second process, which makes the node promote chunks from the SSD without a pause. The second
+process copies none of the promoted chunks, so that the drive is busy and not the CPU. With `--writes`, the second
+process also puts and reads chunks.
 """
 
 import argparse
@@ -34,7 +34,7 @@ STORED_NBYTES = 3 * GIB
 
 
 def saturate(address: str, go: Any, stop: Any, ready: Any, writes: bool) -> None:
-    """Store more chunks than memory holds, and read each once, so that the SSD admits it. Then promote random ones."""
+    """Store more chunks than memory holds. Read each once, so that the SSD tier admits it. Then promote random ones."""
     client = raykv.connect(SPACE, address=address, copy_threads=1)
     values = [np.frombuffer(np.random.default_rng(number).bytes(COLD_NBYTES), np.uint8) for number in range(BATCH)]
     into = [np.zeros(COLD_NBYTES, np.uint8) for _ in range(BATCH)]

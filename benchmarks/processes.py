@@ -23,7 +23,7 @@ class Spec:
     Attributes:
         name: Name of the worker in `Row.worker`, logs and errors.
         module: Name of the store's module in benchmarks.systems.
-        environment: Name of the environment in which it runs; "" for the environment of this process.
+        environment: Name of the environment in which the worker runs; "" for the environment of this process.
         options: Options of the store; see `benchmarks.system.Setting`.
     """
 
@@ -51,11 +51,11 @@ class Worker:
         shared: dict[str, Any] | None = None,
         tag: str = "",
     ) -> None:
-        """Start the process, without waiting for it: several workers may start at once.
+        """Start the process. This does not wait until the worker is ready, so several workers can start at once.
 
         Args:
             scratch, shm: Directories in which the worker's own directories are made.
-            shared: For a worker that only connects: `System.shared` of the worker that has the servers.
+            shared: `System.shared` of the worker whose servers this worker shall use. None: it starts its own.
             tag: Added to the name of the worker's directories, which must be unique.
         """
         self.spec = spec
@@ -157,7 +157,7 @@ class Worker:
                 except subprocess.TimeoutExpired:
                     pass
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # only the worker and its children are in it
+            os.killpg(self._process.pid, signal.SIGKILL)  # only the worker and its children are in this group
         except ProcessLookupError:
             pass
         self._process.wait()

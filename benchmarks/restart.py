@@ -3,8 +3,8 @@
 Run by hand: `python -m benchmarks.restart`
 
 A supervised node (`raykv.supervisor.handle`, as Ray's actors run it) is killed with signal 9 again and again. A client
-that does not map the node's memory requests a chunk until its bytes arrive. For comparison, each round also measures a
-new Python process that imports the modules of a node and ends: a restart without a supervisor would begin with this.
+that does not map the node's memory requests a chunk until the bytes arrive. For comparison, each round also measures
+how long a new Python process takes to import the modules of a node: the first part of a restart without a supervisor.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def _run(home: Path, rows: int, kills: int) -> None:
 
 
 def _fill(config: NodeConfig, rows: int, value: bytes) -> list[KeyArray]:
-    """Store chains of STEP chunks. Only the first chunk of each chain gets bytes. Returns the keys of these chunks."""
+    """Store chains of STEP chunks. Only the first chunk of a chain gets bytes. Returns the first chunks' keys."""
     assert config.file_prefix is not None
     store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
     group, rng, first = store.groups.open(Namespace(model="m")), np.random.default_rng(1), []

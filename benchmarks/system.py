@@ -1,4 +1,4 @@
-"""The interface of a store to the benchmarks. Needs only the standard library and numpy: it runs in any environment."""
+"""The interface of a store to the benchmarks. Needs only the standard library and numpy, to run in any environment."""
 
 import base64
 import ctypes
@@ -43,7 +43,7 @@ class Setting:
     shared: dict[str, Any] | None = None
 
     def program(self, name: str) -> str:
-        """Return the path of the unpacked program `name`. If there is none, return `name`: an installed program."""
+        """Return the path of the unpacked program `name`. If there is none, return `name`, for an installed program."""
         for folder in ("usr/bin", "usr/sbin"):
             found = self.programs / folder / name
             if found.exists():
@@ -60,8 +60,8 @@ class Setting:
 class Face:
     """One way to call a store: a line of the tables.
 
-    The methods from `key` to `buffers` prepare the arguments of the other calls, outside the measured time. A read or a
-    lookup raises an exception if an object is missing; only `try_get_one` returns False instead.
+    The methods from `key` to `buffers` prepare the arguments of the other methods, outside the measured time. A read or
+    a lookup raises an exception if an object is missing. Only `try_get_one` returns False instead.
     """
 
     def supports(self, workload: Workload) -> bool:
@@ -121,7 +121,7 @@ class Face:
         raise NotImplementedError
 
     def try_get_one(self, key: Any, into: Any) -> bool:
-        """Call `get_one`. Return False if the object is missing: in the mixed run, objects are evicted."""
+        """Call `get_one`. Return whether the object was there: in the mixed run, objects are evicted."""
         try:
             self.get_one(key, into)
         except MissingError:
@@ -157,7 +157,7 @@ class System:
         raise NotImplementedError
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Allocate memory for objects. It is of the kind that the client handles best, and all pages are populated."""
+        """Allocate memory for objects, of the kind that the client handles best. All its pages are populated."""
         memory = np.empty(nbytes, np.uint8)
         memory[:] = 0
         return memory
@@ -172,7 +172,7 @@ class System:
         memory = self.allocate(LOOKUP_BATCH * LOOKUP_NBYTES)
         values = face.buffers(np.split(memory, LOOKUP_BATCH))
         filled = 0
-        gc.disable()  # each collection would visit all objects of a store in this process
+        gc.disable()  # a collection would visit all objects of a store that is in this process
         while filled < len(keys) and time.monotonic() < until_s:
             face.put(face.keys_of(keys[filled : filled + LOOKUP_BATCH]), values)
             filled += LOOKUP_BATCH
@@ -189,7 +189,7 @@ class System:
         raise NotImplementedError
 
     def server(self, name: str, command: Sequence[str], **options: Any) -> "Server":
-        """Start a process that ends with this one."""
+        """Start a server process. It ends when this process ends."""
         made = Server(command, self.setting.scratch / f"{name}.log", **options)
         self._servers.append(made)
         return made

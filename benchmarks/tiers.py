@@ -3,11 +3,11 @@
 Run by hand: `python -m benchmarks.tiers --directory /path/on/the/drive`
 
 The tier writes chunks one after another, as in a demotion, and reads them back in batches, as in a promotion. The order
-of the batches is random. Rounds of the tier and of `fio` alternate, since a drive's speed changes with time. Medians
+of the batches is random. Rounds of the tier and of `fio` alternate, because a drive's speed changes with time. Medians
 and their ratio are printed.
 
-`fio` writes its own file, but reads the tier's segments: other places of a virtual drive may be slower or faster. It
-reads them once in order and once at random, and the better result counts.
+`fio` writes a file of its own. For reads, `fio` uses the tier's segments, because other places of a virtual drive may
+be slower or faster. It reads the segments once in order and once at random, and the better result counts.
 
 The arena has huge pages, like the arena of a node. `fio` gets huge pages too if the host has free ones in its pool
 (`sysctl vm.nr_hugepages=64`). Without them, `fio` may be much slower.
@@ -157,7 +157,7 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
     mine = Bench(directory, chunk_nbytes=chunk_nbytes, total_nbytes=total_nbytes, depth=depth, arena_nbytes=GIB)
     speeds: dict[str, list[float]] = {name: [] for name in ("write", "fio write", "read", "fio read")}
     given = {"chunk_nbytes": chunk_nbytes, "total_nbytes": total_nbytes, "depth": depth, "engine": engine}
-    for _ in range(2):  # fills all segments: the first write of a block takes a file system longer
+    for _ in range(2):  # fills all segments, because a file system takes longer for the first write of a block
         mine.write()
         mine.clear()
     files = [directory / "fio"]
@@ -167,7 +167,7 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
             "write": mine.write,
             "fio write": lambda: fio(files, "write", **given),
         }
-        for name in sorted(turns, reverse=bool(number % 2)):  # alternates, since the first write after reads is slower
+        for name in sorted(turns, reverse=bool(number % 2)):  # alternates, as the first write after reads is slower
             speeds[name].append(turns[name]())
         segments = sorted(directory.glob("bench/*.segment"))[: total_nbytes // (64 * MIB)]
         speeds["read"].append(mine.read())

@@ -1,4 +1,4 @@
-"""A process that measures one store, on requests from its standard input.
+"""A process that measures one store. It gets requests on standard input.
 
     python -m benchmarks.worker '{"module": ..., "options": ..., ...}'
 
@@ -42,7 +42,7 @@ CELL_S = 1.0
 """A measurement stops after this time, but makes at least two calls."""
 MIXED_NBYTES = 64 * KIB
 MIXED_OBJECTS = 1024
-"""Size and number of the objects that the mixed run reads. Its writer writes other objects of the same size."""
+"""Size and number of the objects that the mixed run reads. The writer writes other objects of the same size."""
 
 REFUSED_S = 0.001
 """Pause after a store has refused a put for lack of space."""
@@ -77,7 +77,7 @@ class Worker:
         return {"about": self._system.about(), "shared": self._system.shared, "faces": list(self._faces)}
 
     def measure(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Measure one workload on one line. Return `summary`, or "unsupported" if the line does not measure it."""
+        """Measure one workload on one line. Return `summary`, or "unsupported" if the line cannot."""
         face, workload = self._faces.get(request["face"]), Workload.parse(request["workload"])
         if face is None or not face.supports(workload):
             return {"unsupported": True}
@@ -93,7 +93,7 @@ class Worker:
         for call, order in enumerate(orders):
             into = [cut(self._into, nbytes, call * batch + place) for place in range(batch)]
             calls.append(self._pack(face, [object_name(nbytes, each) for each in order], into))
-        self._into[:: 4 * KIB] ^= 0xFF  # else bytes of earlier measurements could pass the check below
+        self._into[:: 4 * KIB] ^= 0xFF  # otherwise bytes of earlier measurements could pass the check below
         times = timed(face.get_one if batch == 1 else face.get, calls)
         last = len(times) - 1
         for place in {0, batch // 2, batch - 1}:
@@ -149,7 +149,7 @@ class Worker:
     def mixed(self, request: dict[str, Any]) -> dict[str, Any]:
         """Read single objects for `seconds`, after a warm-up of `warm_s` that does not count.
 
-        Unless `put_back` is false, evicted objects are stored again, outside the measured time.
+        Evicted objects are stored again outside the measured time, unless `put_back` is false.
         """
         face = self._faces[request["face"]]
         keys = [face.key(f"m-{number}") for number in range(MIXED_OBJECTS)]
@@ -204,7 +204,7 @@ class Worker:
 
 
 class Lookups:
-    """A store with very many small objects. It is only asked whether it has them."""
+    """Lookups in a store with very many small objects. The objects themselves are not read."""
 
     def __init__(self, system: System) -> None:
         self._system = system
@@ -216,7 +216,7 @@ class Lookups:
         return {"rows": self._rows, "about": self._system.about()}
 
     def look_up(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Look up batches of random keys, and single keys. The store has all of them."""
+        """Look up batches of random keys, and single keys. The store has all these keys."""
         face, rng = self._face, np.random.default_rng(request["round"])
         batches = [self._keys[rng.integers(0, self._rows, LOOKUP_BATCH)] for _ in range(MANY_LOOKUP_CALLS)]
         calls = [(face.keys_of(keys),) for keys in batches]
@@ -304,7 +304,7 @@ def main() -> int:
     """Read the settings from the command line, and serve."""
     fields = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of client libraries goes to stderr: it is not an answer
+    os.dup2(2, 1)  # output of client libraries goes to stderr, because it is not an answer
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     setting = Setting(
         options=fields["options"],

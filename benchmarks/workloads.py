@@ -18,7 +18,7 @@ SIZES: Final = (16 * KIB, 64 * KIB, MIB, 4 * MIB)
 BATCH: Final = 32
 LOOKUP_BATCH: Final = 1000
 POOL_NBYTES: Final = 256 * MIB
-"""Size of the memory from which objects are cut. It exceeds a last-level cache, so no store reads from a warm cache."""
+"""Size of the memory from which objects are cut. It is larger than a last-level cache, so objects are not cached."""
 INTO_NBYTES: Final = 128 * MIB
 """Memory that a get writes into; successive calls write to successive parts."""
 STORE_NBYTES: Final = 2 * GIB
@@ -33,7 +33,8 @@ CALLS: Final = {
 LOOKUP_CALLS: Final = {1: 1000, LOOKUP_BATCH: 20}
 MANY_LOOKUP_CALLS: Final = 200
 FIRST_LOOKUP_CALLS: Final = 20
-"""Number of lookup batches among very many keys. The first batches, after a pause, also have their own figure."""
+"""Number of lookup batches among very many keys. The first FIRST_LOOKUP_CALLS come after a pause, and have a figure of
+their own too."""
 LOOKUP_NBYTES: Final = 16
 """Size of each object in the lookups among very many keys."""
 
@@ -44,7 +45,7 @@ class Workload:
 
     Attributes:
         nbytes: Size of an object; 0 for lookups.
-        batch: Objects in one call.
+        batch: Number of objects or keys in one call.
     """
 
     operation: Operation

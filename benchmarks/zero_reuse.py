@@ -1,10 +1,10 @@
-"""Measures what the vLLM connector costs when nothing is ever reused: prompts per second with and without it.
+"""Measures what the vLLM connector costs when nothing is ever reused: the time of prompts with and without it.
 
 Run by hand: `python -m benchmarks.zero_reuse`
 
-Two engines with SmolLM2 run in processes of their own, one with the connector and a raykv node, one without. They
-prefill new prompts in turns, so that a change of the machine's speed meets both. The output is the ratio of the times
-of two turns: the median over all pairs, and the quartiles.
+Two engines with SmolLM2 run in processes of their own. One has the connector and a raykv node, one has not. They
+prefill new prompts in turn, so that a change of the machine's speed affects both. In each round, the time with the
+connector is divided by the time without it. The output is the median and the quartiles of these ratios.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Engine:
         self._process = process
 
     def wait_for(self, word: str) -> str:
-        """Skip lines (vLLM logs there too) until one begins with a word. Returns the rest of this line."""
+        """Read output until a line begins with `word`. Returns the rest of this line. Other lines are logs of vLLM."""
         assert self._process.stdout is not None
         while line := self._process.stdout.readline():
             if line.startswith(word):
@@ -64,7 +64,7 @@ class Engine:
 
 @contextmanager
 def started(address: str, arguments: list[str]) -> Iterator[Engine]:
-    """Start an engine. An empty address stands for no connector."""
+    """Run an engine while the context lasts. With an empty address, the engine has no connector."""
     command = [sys.executable, "-m", "benchmarks.zero_reuse", "--serve", f"={address}", *arguments]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, preexec_fn=die_with_parent)

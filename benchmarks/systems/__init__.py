@@ -1,1 +1,1 @@
-"""One module per store: it starts the store and calls it in the fastest way. It runs in the store's environment."""
+"""One module per store. A module starts a store, calls it in the fastest way, and runs in the store's environment."""

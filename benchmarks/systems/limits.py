@@ -147,13 +147,13 @@ class Dict(Face):
 PLACE = struct.Struct("<QQ")
 """Offset and length of one object in the file. A request is a sequence of such pairs."""
 REQUEST_NBYTES = 4096
-"""Maximum length of a request. One `recv` receives a whole request, because it is so small."""
+"""Maximum length of a request. One `recv` receives a whole request, because requests are so small."""
 GATHERED_NBYTES = 256 * KIB
 """One system call transfers a batch of objects that are smaller than this. Larger objects take one call each."""
 
 
 class Sockets(Face):
-    """The client of a process that runs `send_parts`: requests parts of its mapped file, and receives them."""
+    """A client of the process that runs `send_parts`. It requests and receives parts of that process's mapped file."""
 
     def __init__(self, port: int, places: dict[str, tuple[int, int]]) -> None:
         self._places = places

@@ -114,9 +114,9 @@ class Store(System):
         return {name: importlib.metadata.version(name) for name in ("lmcache", "torch")}
 
     def special(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Run the writer of the mixed run on a thread of this process, since no other process can write.
+        """Run the writer of the mixed run on a thread of this process, because no other process can write.
 
-        `write` starts it and returns at once. `wrote` waits for its end and returns its rate.
+        `write` starts the writer and returns at once. `wrote` waits for the writer's end and returns its rate.
         """
         if name == "write":
             self._writer = threading.Thread(target=self._write, args=(fields,), daemon=True)

@@ -54,8 +54,8 @@ class Memcached(Face):
 class Store(System):
     """A server with items of up to 8 MiB. With `options["tcp"]` it listens on TCP.
 
-    `options["small"]` sets what is fastest for very many small objects: huge pages, a hash table that is large from the
-    start and so does not grow during the measurement, and no LRU threads.
+    `options["small"]` sets what is fastest for very many small objects: huge pages, no LRU threads, and a hash table
+    that is large from the start. So the table does not grow during the measurement.
     """
 
     def start(self) -> None:

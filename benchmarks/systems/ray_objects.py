@@ -1,4 +1,4 @@
-"""Ray's object store: a put stores an array; a get returns a view in shared memory, which is copied out."""
+"""Ray's object store. A put stores an array. A get returns a view in shared memory, which this client copies."""
 
 import shutil
 import tempfile

@@ -1,4 +1,4 @@
-"""Runs a raykv node without Ray. Prints when the process began, had done its imports, and was ready."""
+"""Runs a raykv node without Ray. Prints when the process began, when its imports ended, and when it was ready."""
 
 import time
 

@@ -94,7 +94,7 @@ class Large(Raykv):
 
 
 class General(Raykv):
-    """Uses the batch calls, with one key each, also for single objects."""
+    """Handles single objects with the batch calls, by batches of one key."""
 
     def supports(self, workload: Workload) -> bool:
         return workload.batch == 1
@@ -187,7 +187,7 @@ class NodeProcess:
 
 
 class Store(System):
-    """A node and its clients. With `options["remote"]` they seem to be on different hosts: no memory is mapped."""
+    """A node and its clients. With `options["remote"]` they act as if on different hosts: no memory is mapped."""
 
     def start(self) -> None:
         self._nodes: list[NodeProcess] = []

@@ -9,7 +9,7 @@ from benchmarks.systems.wire import Connection
 from benchmarks.workloads import GIB, KIB
 
 ONE_BY_ONE_NBYTES = 256 * KIB
-"""Objects of this size and more are read by one GET each. MGET is three times slower: it gathers all values first."""
+"""Objects of at least this size are read by one GET each. MGET is three times slower: it first gathers all values."""
 
 
 class Redis(Face):

@@ -11,7 +11,7 @@ PARTS = 512
 
 
 class Connection:
-    """A blocking socket. If no object is missing, answers are known beforehand: they are compared, not parsed."""
+    """A blocking socket. If no object is missing, answers are known in advance. So they are compared, not parsed."""
 
     def __init__(self, address: str | tuple[str, int], missing: type[Exception]) -> None:
         self._missing = missing
@@ -75,7 +75,7 @@ class Connection:
             raise ConnectionError("the value was cut short")
 
     def receive_values(self, heads: Sequence[bytes], into: Sequence[memoryview], tail: bytes) -> None:
-        """Read several values, each between its head and `tail`, with one system call. None may be missing."""
+        """Read several values, each between its head and `tail`, with one system call. No value may be missing."""
         starts = [bytearray(len(head)) for head in heads]
         end = bytearray(tail)
         parts: list[Any] = []
