@@ -1,1 +1,1 @@
-"""The storage of one node: stores, evicts and deletes chunks, and is the only writer of the node's chunk table."""
+"""The storage of one node: stores, evicts and deletes chunks. Only this package writes the node's chunk table."""

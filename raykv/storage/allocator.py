@@ -1,9 +1,10 @@
 """The rows and slots of one node, and the state of each row.
 
-A slot is the place of one chunk in the arena. A row of the chunk table describes the slot. Each method that changes
-states is one arrow of the diagram in docs/storage.md. Only `Allocator` and recovery write the column `state`. A process
-may be killed between any two writes here. The order of the writes ensures that recovery (`raykv.memory.recovery`) can
-repair each row.
+A slot is the place of one chunk in the arena. A row of the chunk table describes the slot. Each arrow of the diagram in
+docs/storage.md is a method here. Only `Allocator` and recovery write the column `state`.
+
+A process may be killed between any two writes here. The order of the writes ensures that recovery
+(`raykv.memory.recovery`) can repair each row.
 """
 
 from collections import deque
@@ -24,10 +25,10 @@ from raykv.storage.batches import Chain
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 2
-"""When slots are lent before a writer needs them, they take at most 1 / AHEAD_SHARE of each of these: the free bytes
-above the low-water mark, the free bytes of the group's quota, the free rows."""
+"""Slots that are lent ahead of need take at most 1 / AHEAD_SHARE of the free bytes above the low-water mark, of the
+free bytes of the group's quota, and of the free rows."""
 AHEAD_BOUND: Final = 8
-"""Slots are lent ahead of need only until all lent slots together take 1 / AHEAD_BOUND of the arena."""
+"""No slots are lent ahead of need when all lent slots together take 1 / AHEAD_BOUND of the arena."""
 NO_ROWS: Final[Rows] = np.empty(0, np.int32)
 
 
@@ -52,7 +53,7 @@ class Allocator:
         self._quarantine = self._resume_quarantine(found.quarantined, now_s)
 
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
-        """Move up to `count` rows from FREE to LENT, with slots of `size` bytes. Return these rows and their `page`."""
+        """Move up to `count` rows from FREE to LENT, with slots of `size` bytes. Return the rows and their pages."""
         taken = self.free_rows.take(count)
         pages = self.slots.take(taken, size)
         rows = taken[: len(pages)]
@@ -60,12 +61,12 @@ class Allocator:
         if not rows.size:
             return rows, pages
         columns = self._table.columns
-        columns.generation[rows] |= 1  # odd: readers reject the row; also turns the 0 of a new row into 1
+        columns.generation[rows] |= 1  # odd, so that readers reject the row; the 0 of a new row becomes 1
         columns.page[rows] = pages
         columns.group[rows] = group
         columns.nbytes[rows] = size
         columns.pins[rows] = columns.expires[rows] = columns.frequency[rows] = 0
-        columns.state[rows] = RowState.LENT  # last, since recovery expects that a lent row has a slot
+        columns.state[rows] = RowState.LENT  # last, because recovery expects that a lent row has a slot
         self.used_nbytes[group] += len(rows) * size
         self.lent_nbytes[group] += len(rows) * size
         return rows, pages
@@ -81,14 +82,14 @@ class Allocator:
         columns.depth[rows] = chain.depths
         columns.children[rows] = 0
         columns.parent[rows] = parents
-        # A parent in the same commit still has an odd generation. `_even` computes the even one that is set below.
+        # A parent in the same commit still has an odd generation. `_even` returns the even number that is set below.
         columns.parent_generation[rows] = np.where(linked, _even(columns.generation[np.maximum(parents, 0)]), 0)
         with self._table.changing():
             columns.nbytes[rows] = nbytes
-            self._table.insert(keys, rows)  # before any count changes: a damaged index raises LostError
+            self._table.insert(keys, rows)  # before any count changes, because a damaged index raises LostError
             columns.state[rows] = RowState.READY
             np.add.at(columns.children, parents[linked], 1)
-            columns.generation[rows] = _even(columns.generation[rows])  # last: now readers see the chunks
+            columns.generation[rows] = _even(columns.generation[rows])  # last, because now readers see the chunks
         self._add(self.lent_nbytes, rows, -1)
         self.chunks += len(rows)
 
@@ -98,7 +99,7 @@ class Allocator:
         self._free(rows)
 
     def quarantine(self, rows: Rows, *, now_s: float) -> None:
-        """Move rows from LENT to QUARANTINED. `release` frees them after QUARANTINE_S, also in a later process."""
+        """Move rows from LENT to QUARANTINED. `release` frees them after QUARANTINE_S, even in a later process."""
         if not rows.size:
             return
         columns, until_s = self._table.columns, now_s + QUARANTINE_S
@@ -113,7 +114,7 @@ class Allocator:
             self._free(self._quarantine.popleft()[1])
 
     def remove(self, rows: Rows) -> None:
-        """Move rows from READY to FREE, or to PENDING_DELETE if pinned. Lookups no longer find the chunks."""
+        """Move pinned rows from READY to PENDING_DELETE, and other rows from READY to FREE. Lookups find neither."""
         table, columns = self._table, self._table.columns
         pinned = columns.pins[rows] > 0
         unpinned = rows[~pinned]
@@ -128,7 +129,7 @@ class Allocator:
         self._free(unpinned)
 
     def free_unpinned(self, rows: Rows) -> None:
-        """Move those of `rows` that have no pin from PENDING_DELETE to FREE."""
+        """Move rows from PENDING_DELETE to FREE. Rows that have a pin or another state are ignored."""
         columns = self._table.columns
         rows = rows[(columns.state[rows] == RowState.PENDING_DELETE) & (columns.pins[rows] == 0)]
         if rows.size:
@@ -147,7 +148,7 @@ class Allocator:
         self.free_rows.give(rows)
 
     def require_lent(self, rows: Rows, group: int | None = None, size: int = 0) -> None:
-        """Raise UsageError unless all rows are lent and different. With `group`, also check their group and `size`."""
+        """Raise UsageError if a row is not lent, or is in `rows` twice. With `group`, check group and slot size too."""
         columns, count = self._table.columns, self._table.rows_populated
         if not rows.size:
             return
@@ -186,10 +187,10 @@ class Allocator:
             counts += sign * np.bincount(groups, sizes, MAX_NAMESPACES).astype(np.int64)
 
     def _resume_quarantine(self, rows: Rows, now_s: float) -> deque[tuple[float, Rows]]:
-        """Return the quarantined rows with the times at which their quarantine ends, earliest first.
+        """Return the quarantined rows, and the times at which their quarantine ends, earliest first.
 
-        If an earlier process quarantined a row, and the end in `inserted` is in the future, the row keeps this end. For
-        all other rows, the quarantine starts now.
+        If an earlier process quarantined a row, the column `inserted` has the end of the quarantine. If this time is in
+        the future, it is used. For all other rows, the quarantine starts now.
         """
         table, inserted = self._table, self._table.columns.inserted
         now, latest = table.ticks(now_s), table.ticks(now_s + QUARANTINE_S)
@@ -203,6 +204,6 @@ def has_duplicates(numbers: npt.NDArray[np.integer[Any]]) -> bool:
 
 
 def _even(generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Return the even generation that each row has, or gets when it becomes ready. Never 0, which means "unused"."""
+    """Return the next even generation of each row; an even generation stays. 0 is skipped, because 0 means "unused"."""
     even = generations + (generations & 1)
     return np.where(even == 0, np.uint32(2), even)

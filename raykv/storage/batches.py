@@ -13,7 +13,7 @@ from raykv.types import Batch, Rows
 
 
 class Written(NamedTuple):
-    """The written chunks of a batch, one entry per chunk: index in the batch, row, xxh3-64 checksum."""
+    """Chunks of a batch that were written to slots. For each chunk: its index in the batch, row, xxh3-64 checksum."""
 
     positions: npt.NDArray[np.int32]
     rows: Rows
@@ -21,14 +21,14 @@ class Written(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """The row of each chunk's parent (-1: none), and the number of chunks before each chunk in its chain."""
+    """For each chunk, the row of its parent (-1: none), and the number of chunks before it in its chain."""
 
     parents: Rows
     depths: npt.NDArray[np.int64]
 
 
 def require_batch(batch: Batch, written: Written) -> None:
-    """Raise UsageError if the batch cannot be stored. The error names the field. Array shapes are not checked."""
+    """Raise UsageError if a field of the batch is not valid. The message names the field. Shapes are not checked."""
     require_hints(batch.hints.ttl_s, batch.hints.priority)
     if not 0 <= batch.depth < MAX_DEPTH:
         raise UsageError(f"field 'depth': {batch.depth} is not in 0 .. {MAX_DEPTH - 1}")
@@ -48,12 +48,18 @@ def require_size(nbytes: int, extent_nbytes: int) -> None:
 
 
 def chain_of(table: Table, batch: Batch, existing: Rows, positions: npt.NDArray[np.int32], rows: Rows) -> Chain:
-    """Return the parents and depths of `rows`, which get the keys at `positions`.
+    """Return the parents and depths of new chunks.
 
-    `existing`: the row of each key of the batch, or -1 if the key is not in the table. The parent of a chunk is the
-    chunk before it in the batch; the parent of the first chunk is `batch.parent`. A parent that is neither in the table
-    nor in `rows` gives -1. A depth is counted from the nearest earlier chunk that is not in `rows`: it is the depth of
-    that chunk plus the distance. If the table does not have that chunk, its depth is computed from `batch.depth`.
+    The parent of a chunk is the chunk before it in the batch. The parent of the first chunk is `batch.parent`. If the
+    parent is neither stored nor new, its row is -1. The depth of a chunk is the parent's depth plus one. Without a
+    parent, the depth is `batch.depth` plus the chunk's index in the batch.
+
+    Args:
+        table: The chunk table.
+        batch: The batch.
+        existing: For each key of the batch, the row of the stored chunk; -1 if the chunk is not stored.
+        positions: Indices of the new chunks in the batch.
+        rows: Rows of the new chunks.
     """
     if not batch.chained:
         return Chain(np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.int64))

@@ -12,7 +12,7 @@ from raykv.types import KeyArray
 EVICTION_LOG_ENTRIES: Final = 1 << 18
 """A node's log holds this many departures, a power of two, at 43 bytes each. New departures replace the oldest."""
 CHAIN_STEPS: Final = 64
-"""A search gives up after this many departures of other keys with the same hash. Only an attack causes longer lists."""
+"""A search ends after this many departures of other keys with the same hash. Only an attack causes longer lists."""
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
@@ -23,7 +23,7 @@ class Departures(NamedTuple):
     Attributes:
         reasons: Why the chunk left: a `Reason`. NONE: the log has no departure of this key.
         tiers: The tier that the chunk left: a `Place`.
-        when_s: When it left.
+        when_s: Time of the departure, as given to `EvictionLog.add`.
         policies: Name of the policy that evicted the chunk. Empty if the chunk left for another reason.
     """
 
@@ -44,7 +44,7 @@ class EvictionLog:
         self._reason = np.zeros(entries, np.uint8)
         self._tier = np.zeros(entries, np.uint8)
         self._policy = np.zeros(entries, np.uint8)
-        self._before = np.zeros(entries, np.int64)  # number of the departure before this one in its bucket
+        self._before = np.zeros(entries, np.int64)  # number of the next older departure in the same bucket
         self._newest = np.zeros(entries, np.int64)  # number of the newest departure, by bucket
         self._names = [""]
 
@@ -76,7 +76,7 @@ class EvictionLog:
         self._keys[at], self._when_s[at], self._tier[at] = keys, now_s, tier
         self._reason[at] = reasons
         self._policy[at] = self._number(policies) if isinstance(policies, str) else list(map(self._number, policies))
-        # Within a bucket each departure points to the one before it; the bucket points to the newest.
+        # A bucket points to its newest departure. Each departure points to the next older departure in its bucket.
         order = np.argsort(buckets, kind="stable")
         sorted_, chained = buckets[order], numbers[order]
         same = sorted_[1:] == sorted_[:-1]
@@ -92,7 +92,7 @@ class EvictionLog:
         found = np.zeros(len(keys), np.int64)
         pending = np.arange(len(keys))
         for _ in range(CHAIN_STEPS):
-            # If a number is too old, its entry was replaced. All further entries of the bucket are even older.
+            # If a departure is too old, its entry was replaced. All further departures of the bucket are even older.
             pending = pending[number[pending] >= max(1, self._next - self._entries)]
             if not pending.size:
                 break
@@ -113,7 +113,7 @@ class EvictionLog:
         return ((keys[:, 0] ^ keys[:, 1]) * _MIX >> self._shift).astype(np.int64)
 
     def _number(self, name: str) -> int:
-        """Return the number of a policy's name. Users may add policies; after 254 names, new ones get 0 (no name)."""
+        """Return the number of a policy's name. The log has numbers for 254 names; all others get 0 (no name)."""
         if name not in self._names:
             if len(self._names) == np.iinfo(np.uint8).max:
                 return 0

@@ -1,7 +1,7 @@
 """Eviction by policy, and the removal of chunks for any reason.
 
 In a small table, all rows are candidates for eviction. In a large table, the candidates come from a sample of the rows.
-If a quota group has too few rows in the sample, all rows of the table are scanned for its rows.
+If the sample has too few rows of a quota group, the whole table is scanned for rows of the group.
 """
 
 import math
@@ -26,14 +26,14 @@ from raykv.storage.row_hints import RowHints
 from raykv.types import Bits, Rows
 
 SAMPLE_ROWS: Final = 1 << 16
-"""If a table has used at most this many rows, all of them are candidates for eviction. Otherwise
-candidates come from a sample of this many slots."""
+"""If a table has used at most this many rows, all these rows are candidates for eviction. Otherwise the candidates come
+from a sample of this many slots."""
 SAMPLE_SHARE: Final = 128
-"""At least 1 / SAMPLE_SHARE of the rows in a sample are evicted, because a sample costs milliseconds. A step of
-eviction ahead of need evicts just this share, because other threads wait for the lock."""
+"""At least 1 / SAMPLE_SHARE of a sample is evicted, because taking a sample costs milliseconds. A step of eviction
+ahead of need evicts just this share, because other threads wait for the lock."""
 FOREIGN_EXTENTS: Final = 64
-"""An extent (a part of the arena) has slots of one size, and can get another size if it is emptied. To find an extent
-that can be emptied, at most this many are checked, the coldest first."""
+"""An extent (a part of the arena) has slots of one size. An empty extent can get another slot size. To find an extent
+that can be emptied, at most this many extents are checked, the coldest first."""
 MAX_PINS: Final = (1 << 16) - 1
 
 
@@ -52,10 +52,10 @@ class Evictor:
     """Evicts chunks to make room in a store, and removes chunks for other reasons.
 
     Attributes:
-        departures: Number of chunks removed since this process opened the store, by quota group and reason.
-        reads_of_departed: Number of reads of these chunks before their removal, by quota group.
+        departures: Number of chunks that this process has removed, by quota group and reason.
+        reads_of_departed: Number of reads that the removed chunks had before, by quota group.
         removed: Keys of the chunks removed since the store's last `take_changes`, 16 bytes each.
-        over_quota: Quota groups that may hold more bytes than their new quota.
+        over_quota: Quota groups that may use more bytes than their quota, because the quota was lowered.
     """
 
     def __init__(self, config: StorageConfig, table: Table, allocator: Allocator, row_hints: RowHints) -> None:
@@ -74,7 +74,7 @@ class Evictor:
     def remove(self, rows: Rows, now: int, reason: Reason) -> None:
         """Remove ready chunks from the index. The bytes of a pinned chunk stay in place until the last `unpin`.
 
-        An evicted chunk that had expired counts as expired.
+        If a chunk has expired, its eviction counts as an expiry.
         """
         if not rows.size:
             return
@@ -95,16 +95,17 @@ class Evictor:
         self._allocator.remove(rows)
 
     def reset_group(self, group: int) -> None:
-        """Prepare a group number for a new quota group: remove the old group's policy, and set the counts to 0."""
+        """Prepare the number of a quota group for a new group: remove the old group's policy, set the counts to 0."""
         self.policies.use(group, None, NO_ROWS, 1)
         self.departures[group] = self.reads_of_departed[group] = 0
 
     # -- eviction for a waiting writer -------------------------------------------------------------------------------
 
     def make_room(self, count: int, size: int, group: int, protected: Rows, now: int) -> int:
-        """Evict until the group can get `count` slots of `size`. Returns how many slots it can get, up to `count`.
+        """Evict until the group can get `count` slots of `size` bytes. Rows in `protected` are not evicted.
 
-        Evicts no row in `protected`; entries of -1 are ignored.
+        Returns:
+            The number of slots that the group can get, at most `count`.
         """
         allocator = self._allocator
         enough = min(allocator.slots.free(size), len(allocator.free_rows)) >= count
@@ -120,7 +121,7 @@ class Evictor:
         return count
 
     def _make_room_in_quota(self, count: int, size: int, group: int, now: int) -> int:
-        """Evict the group's own chunks until its quota allows `count` more slots. Returns how many the quota allows."""
+        """Evict chunks of the group until its quota allows `count` more slots. Returns how many slots it allows."""
         quota = int(self._table.namespaces["capacity"][group])
         count = min(count, quota // size) if quota else count
         while (allowed := self._within_quota(count, size, group)) < count:
@@ -137,12 +138,12 @@ class Evictor:
         return min(count, max(0, quota - int(self._allocator.used_nbytes[group])) // size)
 
     def _as_chunks(self, nbytes: int, rows: Rows) -> int:
-        """Return how many chunks take `nbytes`, if each takes the mean slot size of `rows`."""
+        """Convert bytes to a number of chunks by the mean slot size of `rows`. Rounds up."""
         mean = int(self._allocator.slot_sizes(rows).mean()) if rows.size else 1
         return -(-nbytes // max(1, mean))
 
     def _evict_for_slots(self, missing: int, size: int, now: int) -> bool:
-        """Evict chunks in slots of one size. If an extent of another slot size is colder, empty this extent instead.
+        """Evict chunks from slots of `size` bytes. If an extent with another slot size is colder, empty that extent.
 
         Returns False if nothing could be evicted.
         """
@@ -156,8 +157,8 @@ class Evictor:
     def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
         """Return the rows of the coldest extent that can be emptied, and the tick of their last access.
 
-        Checks only extents whose slot size is not `size`, ordered by the last access to the `candidates` in them.
-        Returns no rows if none of the checked extents can be emptied.
+        Only extents whose slot size is not `size` are checked. The order is by the last access to `candidates` in each
+        extent. Returns no rows if none of the checked extents can be emptied.
         """
         columns, slots = self._table.columns, self._allocator.slots
         last = np.full(self._table.extents, np.iinfo(np.int64).max)
@@ -179,11 +180,11 @@ class Evictor:
 
     @property
     def nearly_full(self) -> bool:
-        """Whether so little is free that eviction must not wait for the tiers below memory to copy the chunks."""
+        """Whether so little memory is free that eviction must not wait until the tiers have copied the chunks."""
         return self._lacking(self._config.low_water / 2) > 0
 
     def evict_ahead(self, now: int) -> bool:
-        """Do one step of eviction, to meet quotas and the high-water mark. Returns whether there is more to do."""
+        """Do one step of eviction toward the quotas and the high-water mark. Returns whether there is more to do."""
         if self.over_quota:
             self._evict_over_quota(now)
             if self.over_quota:
@@ -197,9 +198,9 @@ class Evictor:
         return self._evicting_ahead
 
     def upcoming(self, share: float, now: int) -> Rows:
-        """Return the rows that eviction would take next, until this share of the arena is free. Evicts nothing.
+        """Return the rows that must be evicted next, until this share of the arena is free. Evicts nothing.
 
-        In a large table, the rows come from a sample, and their number is this share of the sample.
+        In a large table, return this share of a sample instead.
         """
         count = self._lacking(share)
         if count <= 0 or not self._allocator.chunks:
@@ -220,7 +221,7 @@ class Evictor:
         self.over_quota.discard(group)  # the group is within its quota, or its other rows are pinned or lent
 
     def _lacking(self, share: float) -> int:
-        """Return how many chunks to evict, so that this share of the arena and of the rows is free."""
+        """Return the number of chunks to evict until this share of the arena and of the rows is free."""
         allocator, slots = self._allocator, self._allocator.slots
         by_rows = math.ceil(share * self._table.rows) - (self._table.rows - allocator.rows_in_use)
         nbytes = share * slots.usable_nbytes - slots.free_nbytes
@@ -235,7 +236,7 @@ class Evictor:
         self.policies.use(group, chosen, self._in_order(self._table.ready_rows()), now)
 
     def learn(self, rows: Rows, now: int) -> None:
-        """Sort recovered chunks by age, and report them to the default policy. Skip this if it has no `on_insert`."""
+        """Report recovered chunks to the default policy, oldest first. Skip this if the policy does not use them."""
         if type(self.policies.default).on_insert is not Policy.on_insert:
             self.policies.on_insert(self._in_order(rows), now)
 
@@ -254,7 +255,7 @@ class Evictor:
         return cells.state[row] == RowState.READY and cells.pins[row] == 0
 
     def _candidates(self, *, size: int | None = None) -> Rows:
-        """Return evictable rows: all of a small table, else a sample. With `size`, only slots of this size."""
+        """Return evictable rows: all of a small table, or a sample of a large table. With `size`, only of this size."""
         if not self._is_small():
             rows = self._allocator.slots.sample(SAMPLE_ROWS, self._rng, size)
             return rows[self.evictable(rows)]
@@ -263,7 +264,7 @@ class Evictor:
         return rows[wanted if size is None else wanted & (self._allocator.slot_sizes(rows) == size)]
 
     def _candidates_of(self, group: int, *, wanted: int) -> Rows:
-        """Return evictable rows of one quota group. If a sample has too few of them, all rows are scanned."""
+        """Return evictable rows of one quota group. Scans the whole table if a sample has too few rows of the group."""
         columns, used = self._table.columns, self._allocator.used_nbytes
         if self._is_small() or used[group] * SAMPLE_SHARE > used.sum():
             rows = self._candidates()
@@ -292,17 +293,20 @@ class Evictor:
         return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_evict)
 
     def _is_small(self) -> bool:
-        """Whether scanning all rows costs no more than a sample."""
+        """Whether a scan of all used rows costs no more than a sample."""
         return self._allocator.free_rows.fresh <= SAMPLE_ROWS
 
     @cached_property
     def _rng(self) -> "np.random.Generator":
-        """Generator of samples. Made at its first use, since the import of `numpy.random` would delay the start."""
+        """Random generator for samples. Made at the first use, because `numpy.random` would delay a node's start."""
         return np.random.default_rng(int(self._table.header["incarnation"]))
 
     @contextmanager
     def _shielded(self, rows: Rows) -> Iterator[None]:
-        """Pin rows against eviction within the `with` block. If the process crashes in it, recovery clears the pins."""
+        """Pin rows in the `with` block, so that they are not evicted. Rows of -1 are ignored.
+
+        If the process crashes in the block, recovery removes the pins.
+        """
         pins = self._table.columns.pins
         rows = np.unique(rows[rows >= 0])
         rows = rows[pins[rows] < MAX_PINS]

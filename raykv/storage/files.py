@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 OWN_TIMEOUT_S: Final = 10.0
 """How long a starting node waits for the end of the process that owns its files."""
 MOST_TICKS: Final = 1 << 31
-"""A table that is older than this, about a year, is replaced by an empty one, since its 32-bit times would wrap."""
+"""A table that is older than this, about a year, is replaced by an empty table. Its 32-bit times would soon wrap."""
 ABANDONED_S: Final = 300.0
-"""Files count as abandoned after this time without use. A running node touches its table with every heartbeat."""
+"""Files count as abandoned when they were not touched for this time. A node touches its table at every heartbeat."""
 
 
 def store_files(prefix: Path) -> tuple[Path, Path]:
@@ -32,7 +32,7 @@ def remove_files(prefix: Path) -> None:
 
 
 def attach_files(config: StorageConfig, prefix: Path, *, now_s: float) -> tuple[Table, SharedMemory]:
-    """Map a node's files as their only writer. Raises LostError: A file is missing, damaged or not for `config`."""
+    """Map a node's files as their only writer. Raises LostError if a file is missing, damaged or not for `config`."""
     table_path, arena_path = store_files(prefix)
     memory = SharedMemory.attach(table_path, writable=True, huge_pages="try")
     memory.own(timeout_s=OWN_TIMEOUT_S)
@@ -48,7 +48,11 @@ def attach_files(config: StorageConfig, prefix: Path, *, now_s: float) -> tuple[
 
 
 def create_files(config: StorageConfig, prefix: Path | None, *, now_s: float) -> tuple[Table, SharedMemory]:
-    """Make a node's table and arena, both empty. If `prefix` is None, they are in anonymous memory."""
+    """Make an empty table and an empty arena. If `prefix` is None, use anonymous memory.
+
+    Raises:
+        ConfigError: There is no room, or the kernel lacks the required huge pages.
+    """
     arena_nbytes = config.extents * config.extent_nbytes
     table_path, arena_path = (None, None) if prefix is None else store_files(prefix)
     require_room(config.shm_dir, arena_nbytes + table_nbytes(config.rows, config.extents), field="arena_nbytes")
@@ -69,9 +73,13 @@ def create_files(config: StorageConfig, prefix: Path | None, *, now_s: float) ->
 def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -> list[str]:
     """Remove the files that raykv nodes of ended Ray nodes left on this host. Return the ids of these raykv nodes.
 
-    A new Ray node has a new id, so no node would use these files again. Another Ray cluster on this host may have a
-    raykv cluster of the same name, so files stay if a process owns them or has used them recently. `alive`: ids of the
-    nodes that belong to live Ray nodes. `now_s`: wall clock, as in file times.
+    A new Ray node has a new id, so no node would use these files again. Files stay if a process owns them or has used
+    them recently: they may belong to a raykv cluster of the same name on another Ray cluster of this host.
+
+    Args:
+        config: Settings of a node of this cluster.
+        alive: Ids of the raykv nodes on live Ray nodes.
+        now_s: Time of the wall clock, as in file times.
     """
     directory = config.storage.shm_dir
     start = f"raykv-{config.cluster}-"
@@ -107,7 +115,7 @@ def _is_abandoned(table: Path, now_s: float) -> bool:
     try:
         return now_s - table.stat().st_mtime >= ABANDONED_S and _is_unowned(table)
     except OSError:
-        return False  # another process has just removed it
+        return False  # another process has just removed the file
 
 
 def _is_unowned(table: Path) -> bool:

@@ -1,6 +1,6 @@
-"""The quota groups of one node, and their numbers. The list is in the chunk table, so it outlives the process.
+"""The quota groups of one node, and their numbers. A quota group is a namespace without salt and adapter.
 
-A quota group is a namespace without salt and adapter. Chunks of one group share a quota and a policy.
+Chunks of one group share a quota and a policy. The list of groups is in the chunk table, so it outlives the process.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from raykv.protocol.namespace import Namespace
 
 class QuotaGroups:
     def __init__(self, table: Table, release: Callable[[int], bool] = lambda number: False) -> None:
-        """Read the list. Raises LostError if the list is damaged.
+        """Read the list of groups from the table. Raises LostError if the list is damaged.
 
-        `release` is called before the number of a dropped group is given to another group. It returns False while the
+        `release` is called before a dropped group's number is given to another group. `release` returns False while the
         number is in use.
         """
         self._table, self._namespaces, self._release = table, table.namespaces, release
@@ -30,7 +30,7 @@ class QuotaGroups:
             raise LostError(f"{table.memory.path} is damaged: an entry of its list is not a namespace") from error
 
     def open(self, namespace: Namespace) -> int:
-        """Return the number of this namespace's quota group. Add the group to the list if it is missing.
+        """Return the number of this namespace's quota group. If the group is not in the list, add it.
 
         Raises:
             CapacityError: All numbers are taken.
@@ -65,7 +65,7 @@ class QuotaGroups:
         return number
 
     def retire(self, number: int, *, retired: bool = True) -> None:
-        """Mark a quota group as dropped; if not `retired`, as in use. A new group may get a dropped group's number."""
+        """Mark a quota group as dropped. Another group may get its number. With `retired` False, remove the mark."""
         (self._retired.add if retired else self._retired.discard)(number)
 
     def _reclaim(self) -> int:

@@ -52,7 +52,10 @@ class RowHints:
         self._retained_until[rows] = 0
 
     def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
-        """Change hints of rows. None: keep that hint. `ttl_s` 0: no expiry. A later read of a row undoes `ended`."""
+        """Change hints of rows. A hint of None stays as it is. A `ttl_s` of 0 means no expiry.
+
+        If `ended` is True, the session of the rows has ended. A later read of a row undoes this.
+        """
         self.active = True
         if ttl_s is not None:
             self._table.columns.expires[rows] = expiry(now, ttl_s)
@@ -62,11 +65,16 @@ class RowHints:
             self._ended[rows] = now if ended else 0
 
     def retain(self, keys: KeyArray, ttl_s: float, priority: int, *, now_s: float) -> int:
-        """Give chunks at least this priority for `ttl_s` seconds, and let none expire before. Undoes `ended`.
+        """Keep chunks for `ttl_s` seconds: they do not expire before, and have at least this priority. Undoes `ended`.
 
-        Nothing is shortened or lowered. Of two retentions the one with the higher priority counts. After the retention
-        a chunk has its earlier priority again. Returns how many of the chunks are stored. Raises UsageError if a value
-        is out of range.
+        An expiry never becomes earlier, and a priority never becomes lower. If a chunk is retained twice, the retention
+        with the higher priority counts. After the retention the chunk has its earlier priority again.
+
+        Returns:
+            The number of these chunks that are stored.
+
+        Raises:
+            UsageError: A value is out of range.
         """
         require_hints(ttl_s, priority)
         now = self._table.ticks(now_s)
@@ -111,10 +119,10 @@ class RowHints:
 
 
 def default_priority(config: NamespaceConfig) -> int:
-    """Return the priority of new chunks. If `tiers` is "ssd", it is the lowest: memory only buffers these chunks."""
+    """Return the priority of new chunks. With `tiers` "ssd" it is the lowest: memory only buffers such chunks."""
     return -HIGHEST_PRIORITY if config.tiers == "ssd" else config.priority
 
 
 def expiry(now: int, ttl_s: float | None) -> int:
-    """Return the tick of the expiry, at least one tick from now. Without `ttl_s`, return 0, which means never."""
+    """Return the tick of the expiry, at least one tick from now. If `ttl_s` is None or 0, return 0 (never)."""
     return now + max(1, round(ttl_s * TICKS_PER_S)) if ttl_s else 0

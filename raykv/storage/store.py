@@ -1,6 +1,6 @@
-"""The storage of one node: lends slots, and commits, pins and removes chunks. The only writer of the chunk table.
+"""The store of one node lends slots, and commits, pins and removes chunks. It is the only writer of the chunk table.
 
-The store has no threads, sockets or clock. The node calls it under one lock and passes the time. Readers on this
+The store has no threads, sockets or clock. The node calls the store under one lock and passes the time. Readers on this
 host read the table and the arena directly (`raykv.memory.reader`).
 """
 
@@ -44,7 +44,7 @@ EXPIRE_ROWS: Final = 1 << 16
 
 
 class LentSlots(NamedTuple):
-    """Slots for a writer to fill and to commit: the row of each slot, and the slot's offset in the arena."""
+    """Slots for a writer to fill and to commit: the row of each slot, and the slot's offset in the arena in bytes."""
 
     rows: Rows
     offsets: npt.NDArray[np.uint64]
@@ -53,7 +53,7 @@ class LentSlots(NamedTuple):
 class Pinned(NamedTuple):
     """Chunks that stay in place until `unpin`, one entry per key.
 
-    A row of -1 means that there is no readable chunk. The other fields of the entry are undefined then.
+    If a key has no readable chunk, its row is -1, and its other fields are undefined.
     """
 
     rows: Rows
@@ -72,7 +72,7 @@ class Store:
     def __init__(self, config: StorageConfig, table: Table, arena: SharedMemory, *, now_s: float) -> None:
         """Take over a table: keep committed chunks, quarantine the slots of unfinished writes.
 
-        Free rows, free slots and all counts are derived from the columns. Raises LostError if the table is damaged.
+        Free rows, free slots and all counts are computed from the columns. Raises LostError if the table is damaged.
         """
         found = recover(table)
         self.groups = QuotaGroups(table, self._release_group)
@@ -89,10 +89,15 @@ class Store:
 
     @classmethod
     def open(cls, config: StorageConfig, prefix: Path | None, *, now_s: float) -> Self:
-        """Map this node's files. If they are missing, damaged or not for `config`, make empty ones.
+        """Map this node's files. If the files are missing, damaged or not for `config`, make empty files.
 
-        If `prefix` is None, anonymous memory is used, which ends with the process. Raises ConfigError if there is no
-        directory or no room for the files, or if the kernel lacks the required huge pages.
+        Args:
+            config: The node's settings.
+            prefix: Path of the files without their suffixes. None: use anonymous memory, which ends with the process.
+            now_s: Time of the host's monotonic clock.
+
+        Raises:
+            ConfigError: There is no directory or no room for the files, or the kernel lacks the required huge pages.
         """
         require_room(config.shm_dir, 0, field="shm_dir")
         if prefix is not None:
@@ -104,26 +109,26 @@ class Store:
         return cls(config, *create_files(config, prefix, now_s=now_s), now_s=now_s)
 
     def close(self) -> None:
-        """Unmap the memory; the files stay."""
+        """Unmap the memory. The files stay."""
         self.table.memory.close()
         self.arena.close()
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def missing(self, keys: KeyArray, *, now_s: float) -> npt.NDArray[np.int32]:
-        """Return the indices of the keys without a readable chunk, in order. Of equal keys only the first counts."""
+        """Return the indices of the keys without a readable chunk, in order. Repeated keys are left out."""
         rows, _ = self.table.find_ready(keys, self.table.ticks(now_s))
         absent = np.flatnonzero(rows < 0)
         return absent[is_first(keys[absent])].astype(np.int32)
 
     def history(self, keys: KeyArray, *, now_s: float) -> tuple[Bits, npt.NDArray[np.uint32], Departures]:
-        """Return for each key: whether the chunk is stored, its length (0 if not stored), and its last departure."""
+        """Return for each key: whether the chunk is stored, the chunk's length or 0, and the chunk's last departure."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows = self.table.find(keys)
         here, rows = rows >= 0, np.maximum(rows, 0)
         departures = self.evictor.eviction_log.find(keys)
         expires = columns.expires[rows]
-        expired = here & (expires > 0) & (expires <= now)  # still in the table, but no reader gets the chunk
+        expired = here & (expires > 0) & (expires <= now)  # still in the table, but not readable
         departures.reasons[expired], departures.tiers[expired] = Reason.EXPIRED, Place.DRAM
         departures.when_s[expired] = [self.table.seconds(tick) for tick in expires[expired].tolist()]
         here &= ~expired
@@ -137,7 +142,7 @@ class Store:
         return rows, columns.generation[rows]
 
     def ready_keys(self) -> KeyArray:
-        """Return the keys of all readable chunks. Scans all rows. If the lock is not held, a few may be missing."""
+        """Return the keys of all READY rows. Scans all rows. If the lock is not held, a few keys may be missing."""
         return self.table.keys_of(self.table.ready_rows())
 
     @property
@@ -154,7 +159,7 @@ class Store:
 
     @property
     def written(self) -> tuple[int, int]:
-        """A value that changes with every commit, and with every change in the number of free bytes."""
+        """A value that changes when a chunk is committed, and when the number of free bytes changes."""
         return self.counters.committed, self.allocator.slots.free_nbytes
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -164,9 +169,19 @@ class Store:
     ) -> LentSlots:
         """Lend slots to a writer. A lent slot counts as used. Readers do not see its bytes until `commit`.
 
-        Evicts chunks to get `count` slots, but no chunk with a key in `protect`. At the end of the result, adds up to
-        `ahead` slots for which nothing is evicted. Returns fewer slots when the store is full. Raises UsageError if the
-        size is 0 or larger than an extent.
+        Args:
+            group: The quota group of the chunks to be written.
+            nbytes: Length of each chunk in bytes.
+            count: Number of slots that the writer needs now. Chunks are evicted to get these slots.
+            ahead: Number of additional slots for later writes. Nothing is evicted for them.
+            protect: Keys of chunks that must not be evicted.
+            now_s: Time of the host's monotonic clock.
+
+        Returns:
+            The slots; fewer than requested if the store is full. Additional slots come last.
+
+        Raises:
+            UsageError: `nbytes` is 0 or larger than an extent.
         """
         require_size(nbytes, self.config.extent_nbytes)
         now, size = self.table.ticks(now_s), slot_nbytes(nbytes)
@@ -174,7 +189,7 @@ class Store:
         lent, missing = [(NO_ROWS, np.empty(0, np.uint32))], count
         if count > 0:
             protected = np.concatenate([NO_ROWS, *map(self.table.find, protect)])
-            for _ in range(2):  # once more if an extent got no real memory: then chunks must be evicted instead
+            for _ in range(2):  # a second time only if an extent got no real memory, so that more must be evicted
                 room = self.evictor.make_room(missing, size, group, protected, now)
                 lent.append(self.allocator.lend(room, size, group))
                 missing -= len(lent[-1][0])
@@ -189,8 +204,12 @@ class Store:
     def commit(self, group: int, batch: Batch, written: Written, *, now_s: float) -> Bits:
         """Give keys to lent slots that the writer has filled, and make the chunks visible to all readers.
 
-        Returns for each slot whether it was used. An unused slot stays lent: its key is stored already, or occurs
-        earlier in the batch. If the batch or the slots are not valid, raises UsageError and stores nothing.
+        Returns:
+            For each slot, whether the slot was used. An unused slot stays lent. Its key is stored already, or occurs
+            earlier in the batch.
+
+        Raises:
+            UsageError: The batch or the slots are not valid. Nothing is stored.
         """
         require_size(batch.nbytes, self.config.extent_nbytes)
         require_batch(batch, written)
@@ -211,12 +230,12 @@ class Store:
         return used
 
     def give_back(self, rows: Rows) -> None:
-        """Take back lent slots that the writer no longer uses. Raises UsageError if one is not lent."""
+        """Take back lent slots that the writer no longer uses. Raises UsageError if a row is not lent."""
         self.allocator.require_lent(rows)
         self.allocator.give_back(rows)
 
     def quarantine(self, rows: Rows, *, now_s: float) -> None:
-        """Take lent slots from a writer whose connection broke. Raises UsageError if one of them is not lent.
+        """Take lent slots from a writer whose connection broke. Raises UsageError if a row is not lent.
 
         The slots are out of use for QUARANTINE_S, because the writer may still write to them.
         """
@@ -234,27 +253,31 @@ class Store:
     # -- reading with a pin ------------------------------------------------------------------------------------------
 
     def pin(self, keys: KeyArray, *, now_s: float, touch: bool = True) -> Pinned:
-        """Pin the chunks that are ready: their bytes stay in place until `unpin`. `touch`: count this as a read."""
+        """Pin the readable chunks: their bytes stay in place until `unpin`. `touch`: whether this counts as a read."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows, _ = self.table.find_ready(keys, now)
         pinned = rows[rows >= 0]
         if pinned.size and int(columns.pins[pinned].max()) + len(pinned) > MAX_PINS:
-            wanted = np.bincount(pinned, minlength=self.table.rows)  # `keys` may have a key more than once
+            wanted = np.bincount(pinned, minlength=self.table.rows)  # a key may be in `keys` more than once
             rows[(rows >= 0) & (columns.pins[rows] + wanted[rows] > MAX_PINS)] = -1
             pinned = rows[rows >= 0]
         np.add.at(columns.pins, pinned, np.uint16(1))
         if touch:
             self.table.touch(pinned, now)
-        safe = np.maximum(rows, 0)  # row 0 always has memory
+        safe = np.maximum(rows, 0)  # for -1 read row 0, which always has memory
         offsets = columns.page[safe].astype(np.uint64) * SLOT_ALIGNMENT_NBYTES
         return Pinned(rows, offsets, columns.nbytes[safe], columns.checksum[safe])
 
     def unpin(self, rows: Rows) -> None:
-        """Remove one pin per entry that is not -1. If a row has too few pins, raises UsageError and changes nothing."""
+        """Remove one pin per row. Rows of -1 are ignored.
+
+        Raises:
+            UsageError: A row has too few pins. No pin is removed.
+        """
         pins, rows = self.table.columns.pins, rows[rows >= 0]
         before = pins[rows]
         np.subtract.at(pins, rows, np.uint16(1))
-        if (pins[rows] > before).any():  # the count of pins wrapped below 0
+        if (pins[rows] > before).any():  # a number of pins would be below 0, so it has wrapped around
             np.add.at(pins, rows, np.uint16(1))
             raise UsageError("rows with fewer pins than are to end: unpin each row once for each pin")
         self.allocator.free_unpinned(rows)
@@ -271,27 +294,27 @@ class Store:
     # -- removing ----------------------------------------------------------------------------------------------------
 
     def delete(self, keys: KeyArray, *, now_s: float) -> int:
-        """Remove chunks. The bytes of a pinned chunk stay until the last `unpin`. Returns how many were removed."""
+        """Remove chunks. The bytes of a pinned chunk stay until the last `unpin`. Returns the number of removed chunks."""
         rows = self.table.find(keys)
         rows = np.unique(rows[rows >= 0])
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.DELETED)
         return len(rows)
 
     def drop(self, rows: Rows, generations: npt.NDArray[np.uint32], *, now_s: float) -> int:
-        """Remove the chunks that `rows_of` returned, if the rows still hold them. Returns how many were removed."""
+        """Remove the chunks that `rows_of` found, if they are still there. Returns the number of removed chunks."""
         columns = self.table.columns
         rows = rows[(columns.generation[rows] == generations) & (columns.state[rows] == RowState.READY)]
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.DROPPED)
         return len(rows)
 
     def drop_corrupt(self, rows: Rows, *, now_s: float) -> int:
-        """Remove chunks that `corrupt` found. The caller must still hold the pins. Returns how many were removed."""
+        """Remove chunks that `corrupt` found. The caller must still hold the pins. Returns the number removed."""
         rows = rows[self.table.columns.state[rows] == RowState.READY]
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.CORRUPT)
         return len(rows)
 
     def expire(self, lock: AbstractContextManager[Any], *, now_s: float) -> int:
-        """Remove expired chunks, in steps that each take `lock` and release it. Returns how many were removed."""
+        """Remove expired chunks in steps. Each step takes and releases `lock`. Returns the number of removed chunks."""
         if not self.row_hints.active:
             return 0
         count, now, columns = 0, self.table.ticks(now_s), self.table.columns
@@ -301,7 +324,7 @@ class Store:
             if not rows.size:
                 continue
             with lock:
-                expires = columns.expires[rows]  # again: the expiry may have changed before the lock was held
+                expires = columns.expires[rows]  # read again, because the expiry may have changed before the lock
                 expired = (expires > 0) & (expires <= now) & (columns.state[rows] == RowState.READY)
                 self.evictor.remove(rows[expired], now, Reason.EXPIRED)
                 count += int(expired.sum())
@@ -310,16 +333,22 @@ class Store:
     # -- eviction ----------------------------------------------------------------------------------------------------
 
     def evict_ahead(self, *, now_s: float) -> bool:
-        """Do one step of eviction ahead of need, if `Evictor.needs_eviction`. Returns whether there is more to do."""
+        """Do one step of eviction ahead of need, if any is needed. Returns whether there is more to do."""
         self.allocator.release(now_s=now_s)
         return self.evictor.evict_ahead(self.table.ticks(now_s))
 
     def use_policy(self, group: int | None, chosen: str | type[Policy] | Score | None, *, now_s: float) -> None:
-        """Evict by another policy from now on. The policy learns which chunks are stored. Scans all rows.
+        """Evict by another policy from now on. The policy is given all stored chunks. Scans all rows.
 
-        If `group` is None, set the default policy, which applies to all quota groups without their own policy. If
-        `chosen` is None, the group uses the default policy again; if both are None, the policy of the config becomes
-        the default policy again. Raises ConfigError if there is no such policy.
+        Args:
+            group: The quota group whose policy changes. None: change the default policy, which applies to all groups
+                without their own policy.
+            chosen: The new policy. None: the group uses the default policy again. If `group` is None too, the policy of
+                the config becomes the default policy again.
+            now_s: Time of the host's monotonic clock.
+
+        Raises:
+            ConfigError: There is no such policy.
         """
         if chosen is None and group is None:
             chosen = self.config.policy
@@ -328,7 +357,8 @@ class Store:
     def configure(self, group: int, config: NamespaceConfig, *, now_s: float) -> None:
         """Apply a config to a quota group. Chunks above the new quota are evicted later, by `evict_ahead`.
 
-        Raises ConfigError if the node does not know the policy. Even then the other settings are applied.
+        Raises:
+            ConfigError: The node does not know the policy. All other settings have been applied.
         """
         self.table.namespaces["capacity"][group] = config.dram_quota_nbytes or 0
         self.row_hints.configure(group, config)
@@ -347,10 +377,18 @@ class Store:
         output_tokens: int | None = None,
         now_s: float,
     ) -> int:
-        """Change the hints of chunks; see `RowHints.update`. Returns how many of the chunks are stored.
+        """Change the hints of chunks. Returns how many of the chunks are stored.
 
-        `touch`: count this as a read. `output_tokens`: the request that read or stored the chunks is done, and
-        generated this many tokens. Raises UsageError if a hint is out of range.
+        Args:
+            keys: Keys of the chunks, shape [n, 2].
+            ttl_s, priority, ended: See `RowHints.update`.
+            touch: Whether to count this as a read.
+            output_tokens: Number of tokens that a request generated. The request read or stored the chunks, and is
+                done. None: no request is done.
+            now_s: Time of the host's monotonic clock.
+
+        Raises:
+            UsageError: A hint is out of range.
         """
         require_hints(ttl_s, priority, output_tokens)
         now = self.table.ticks(now_s)
@@ -365,7 +403,7 @@ class Store:
         return len(rows)
 
     def _release_group(self, group: int) -> bool:
-        """Free a quota group's number for another group. Returns False while any row belongs to the old group."""
+        """Free the number of a quota group for another group. Returns False if the old group still has rows."""
         if self.allocator.used_nbytes[group]:
             return False
         self.row_hints.configure(group, NamespaceConfig())
