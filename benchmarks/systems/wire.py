@@ -58,7 +58,7 @@ class Connection:
         """Read `head`, a value that fills `into`, and `tail`.
 
         Raises:
-            Exception: The answer begins differently. The type of the exception is `missing` of the constructor.
+            Exception: The answer does not begin with `head`. The type of the exception is `missing` of the constructor.
         """
         start, end = self._head[: len(head)], memoryview(bytearray(tail))
         got = self._socket.recvmsg_into([start, into, end])[0]

@@ -219,7 +219,7 @@ class Tombstones:
         return max(self._keys.get(key, 0), self._texts.get(text, 0)) > sequence
 
     def uncovered(self, entries: Array, texts: Sequence[bytes], sequence: int) -> Bits:
-        """Return which entries (`format.ENTRY`) of a pack have no tombstone. `texts`: quota groups of the record."""
+        """Return which entries (`format.ENTRY`) of a pack no tombstone covers. `texts`: quota groups of the record."""
         alive: Bits = np.array([self._texts.get(text, 0) < sequence for text in texts], np.bool_)[entries["group"]]
         if self._keys:
             alive &= np.array([self._keys.get(key, 0) < sequence for key in raw_keys(entries["key"])], np.bool_)

@@ -192,7 +192,7 @@ class Folder:
         """Publish a part that an earlier process of this node left. A part without chunks is removed.
 
         A part that another process has locked is left alone. If the file system has no locks, the earlier process may
-        still be running. When that process publishes the part, it finds that this was done already.
+        still be running. When that process publishes the part, it finds the part published already.
         """
         with self._file(self.path / str(name), WRITE) as fd:
             if not lock(fd):

@@ -38,7 +38,7 @@ from raykv.tier.segments.requests import QUEUED_READS, Request, Run, runs_of
 from raykv.types import Bits, KeyArray, Rows
 
 TOUCH_S: Final = 60.0
-"""A node sets the modification time of a pack that it reads, at most once in this time."""
+"""A node that reads a pack also sets the pack's modification time, but at most once in this time."""
 SCANNER, WRITER = 0, 1
 """Numbers of the threads that scan and write. All other threads read."""
 CLOSE_S: Final = 5.0

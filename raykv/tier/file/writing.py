@@ -204,7 +204,7 @@ class Writer:
             return self._sequence
 
     def _begin(self) -> None:
-        """Begin a part. Its sequence is higher than that of every tombstone, so no tombstone covers its chunks."""
+        """Begin a part. Its sequence is higher than that of every tombstone, so no tombstone covers the new chunks."""
         state = self._state
         self._seal()
         if state.catalog.tombstones.pending:

@@ -39,7 +39,7 @@ class Index:
     """
 
     def __init__(self, rows: int, *, now_s: float) -> None:
-        """Begin empty. Raises ConfigError if there is not enough memory for this number of rows."""
+        """Begin empty, with space for `rows` chunks. Raises ConfigError if there is not enough memory for them."""
         self._table = Table.create(None, rows=rows, extents=1, extent_nbytes=SLOT_ALIGNMENT_NBYTES, now_s=now_s)
         self.columns = self._table.columns
         populated = self._table.rows_populated
@@ -57,11 +57,11 @@ class Index:
         return self._chunks
 
     def find(self, keys: KeyArray, *, now_s: float) -> Rows:
-        """Return the row of each key; -1 if the key is not here or has expired."""
+        """Return the row of each key; -1 if the key is not in the index or has expired."""
         return self._table.find_ready(keys, self._table.ticks(now_s))[0]
 
     def find_all(self, keys: KeyArray) -> Rows:
-        """Return the row of each key, expired or not; -1 if the key is not here."""
+        """Return the row of each key, expired or not; -1 if the key is not in the index."""
         return self._table.find(keys)
 
     def found(self, row: int) -> Found:
