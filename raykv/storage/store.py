@@ -294,7 +294,7 @@ class Store:
     # -- removing ----------------------------------------------------------------------------------------------------
 
     def delete(self, keys: KeyArray, *, now_s: float) -> int:
-        """Remove chunks. The bytes of a pinned chunk stay until the last `unpin`. Returns the number of removed chunks."""
+        """Remove chunks. The bytes of a pinned chunk stay until the last `unpin`. Returns the number removed."""
         rows = self.table.find(keys)
         rows = np.unique(rows[rows >= 0])
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.DELETED)
