@@ -1,9 +1,9 @@
 """Keys of 128 bits, hashed from tokens or names.
 
 A key depends on its namespace. The chunks of a prompt form a chain: a key also depends on every token before its chunk.
-The hash is BLAKE2b with a key, not xxhash: tokens come from users, and a user who finds a collision could read the KV
-of another user's prompt. Chunk checksums and the ring of owners use xxhash, since an attacker gains nothing from a
-collision there.
+The hash is keyed BLAKE2b, because tokens come from users: a user who finds a collision could read the KV of another
+user's prompt. Chunk checksums and the ring of owners use xxhash, because an attacker gains nothing from a collision
+there.
 """
 
 import hashlib
@@ -37,13 +37,16 @@ def to_bytes(keys: KeyArray) -> bytes:
 
 
 def unique(keys: KeyArray) -> KeyArray:
-    """Return the keys without duplicates. `np.unique(keys, axis=0)` would block other threads for seconds."""
+    """Return the keys without duplicates. With `np.unique(keys, axis=0)`, other threads would wait for seconds."""
     whole = np.ascontiguousarray(keys).view("V16").ravel()
     return keys[np.unique(whole, return_index=True)[1]]
 
 
 def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
-    """Return keys of chunks that have names, not tokens. `digest`: the namespace's digest. Text is encoded as UTF-8."""
+    """Return the keys of objects that have names instead of tokens. Text is encoded as UTF-8.
+
+    `digest` is the digest of the namespace.
+    """
     raw = (name.encode() if isinstance(name, str) else name for name in names)
     make = partial(hashlib.blake2b, digest_size=KEY_NBYTES, key=digest, person=b"raykv-name")
     return from_bytes(b"".join([make(name).digest() for name in raw]))

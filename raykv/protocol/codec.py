@@ -4,8 +4,8 @@ A message is a fixed header and a typed struct in MessagePack. No other format i
 
     header:  magic "RK" | version u8 | 0 u8 | epoch u32 | request u32 | length u32    then `length` bytes of MessagePack
 
-A view is a list of the cluster's members, and `epoch` is the version of the sender's view. With it a receiver detects
-that its own view is old. `request` is the number of a request on its connection. The answer to the request carries the
+A view is a list of the cluster's members. `epoch` is the version of the sender's view: a receiver compares versions to
+detect that its own view is old. `request` is the number of a request on its connection. The answer to a request has the
 same number, so that answers cannot be mixed up.
 """
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 VERSION: Final = 4
 MAX_MESSAGE_NBYTES: Final = 32 << 20
 MAX_ERROR_CHARACTERS: Final = 2000
-"""Longer error texts are cut, since an error text may quote what a peer sent."""
+"""Longer error texts are cut, because an error text may quote what a peer sent."""
 HEADER: Final = struct.Struct("<2sBBIII")
 MAGIC: Final = b"RK"
 _U32: Final = 0xFFFFFFFF
@@ -146,7 +146,12 @@ def fields(text: bytes) -> dict[str, Any]:
 
 
 def expect(kind: type[T], answer: Answer) -> T:
-    """Return `answer` if it is a `kind`. Raises PeerUnavailable if it is Unavailable, ProtocolError for other types."""
+    """Return `answer` if its type is `kind`.
+
+    Raises:
+        PeerUnavailable: The answer is Unavailable.
+        ProtocolError: The answer has another type.
+    """
     if isinstance(answer, Unavailable):
         raise PeerUnavailable(answer.problem)
     if not isinstance(answer, kind):
@@ -155,13 +160,13 @@ def expect(kind: type[T], answer: Answer) -> T:
 
 
 def failure(error: RayKVError) -> Failure:
-    """Make the answer that carries an error to the peer."""
+    """Make the answer that reports an error to the peer."""
     kind = type(error).__name__
     return Failure(kind if kind in _FAILURES else UsageError.__name__, _short(error))
 
 
 def raise_failure(answer: Failure) -> None:
-    """Raise the error that a Failure carries. An unknown error class becomes ProtocolError."""
+    """Raise the error that a Failure reports. An unknown error class becomes ProtocolError."""
     raise _FAILURES.get(answer.kind, ProtocolError)(answer.text)
 
 

@@ -1,4 +1,4 @@
-"""Limits of the hints that callers give about chunks: time to live, priority, output tokens."""
+"""Limits of the hints that callers can give for chunks: time to live, priority, output tokens."""
 
 from typing import Final
 

@@ -3,8 +3,8 @@
 Arrays are raw little-endian bytes. The docstrings give their element types (i32, u64, ...). Keys are 16 bytes each, as
 `chunk_keys.to_bytes` encodes them. A payload of chunk bytes follows some answers.
 
-A slot is the place of one chunk in the node's memory (the arena), and a row number names it. A lease is a slot lent to
-a writer, or a pin that keeps a chunk's bytes in place for a reader. A lease ends with its connection.
+A slot is the place of one chunk in the node's memory (the arena). Messages name a slot by its row number. A lease is a
+slot lent to a writer, or a pin that keeps a chunk's bytes in place for a reader. A lease ends with its connection.
 """
 
 import math
@@ -17,9 +17,9 @@ from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
 
 MAX_KEYS: Final = 1 << 20
-"""A request may name at most this many keys. The receiver refuses a longer request."""
+"""A request may contain at most this many keys. The receiver refuses a longer request."""
 MAX_HOLDERS: Final = 3
-"""An answer names at most this many holders of one key, and leaves out the others."""
+"""An answer names at most this many holders of one key. Other holders are left out."""
 
 ReportedCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 
@@ -28,8 +28,8 @@ class Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     """Base of all messages.
 
     Attributes:
-        group: In a request, the digest of a quota group (a namespace without salt and adapter), or empty. The node
-            counts requests and bytes for each group.
+        group: In a request, the digest of a quota group, or empty. A quota group is a namespace without salt and
+            adapter. The node counts requests and bytes for each group.
     """
 
     group: bytes = b""
@@ -59,9 +59,9 @@ class OpenNamespace(Message):
 class Lend(Message):
     """Lend `count` slots of `nbytes` bytes to this connection. Answer: Lent, with fewer slots when memory is full.
 
-    `ahead`: number of additional slots for later writes; the node evicts nothing to get them. `keys`, `parent`: the
-    chunks to be written, and the chunk before them. The node must not evict any of them to make room. `until_s`: time
-    of this host's monotonic clock at which the writer gives up. Afterwards the node lends only the additional slots.
+    `ahead`: number of additional slots for later writes. The node evicts nothing to get these slots. `keys`, `parent`:
+    the chunks to be written, and the chunk before them. The node evicts none of these chunks. `until_s`: time of the
+    host's monotonic clock at which the writer gives up. After this time the node lends only the additional slots.
     """
 
     nbytes: int
@@ -75,9 +75,9 @@ class Lend(Message):
 class Run(msgspec.Struct, array_like=True):
     """Chunks of one size to be committed together. See `raykv.types.Batch` for the fields that are not listed here.
 
-    `rows` i32, `checksums` u64: one entry for each filled slot. `positions` i32: for each slot, which key its chunk
-    has, as an index in `keys`; empty: one slot for each key, in order. `ahead`: number of slots of this size to lend
-    for later writes. `ttl_s`, `priority`: 0 means the namespace's default.
+    `rows` i32, `checksums` u64: one entry for each filled slot. `positions` i32: for each slot, the index in `keys` of
+    its chunk's key. If `positions` is empty, there is one slot for each key, in order. `ahead`: number of slots of this
+    size to lend for later writes. `ttl_s`, `priority`: 0 means the namespace's default.
     """
 
     keys: bytes
@@ -108,8 +108,8 @@ class GiveBack(Message):
 class Write(Message):
     """Store chunks of equal size that a client on another host sends. See `raykv.types.Batch` for the fields.
 
-    Answer: Accepted. Then the client sends the accepted chunks and, last, all their checksums (u64). Second answer:
-    Count of the chunks that the node stored.
+    Answer: Accepted. Then the client sends the accepted chunks, and after them the checksums (u64) of all these chunks.
+    Second answer: Count of the chunks that the node stored.
     """
 
     keys: bytes
@@ -124,7 +124,7 @@ class Write(Message):
 class Read(Message):
     """Ask for the bytes of chunks. Answer: Reading, and the payload.
 
-    `locate`: the node is asked as the owner of the keys. It then also names holders of the chunks that it lacks.
+    `locate`: the node is asked as the owner of the keys. For chunks that it does not have, the node names holders.
     """
 
     keys: bytes
@@ -146,8 +146,8 @@ class Unpin(Message):
 class Promote(Message):
     """Promote chunks: copy them from the tiers below memory (SSD or file) to memory.
 
-    The node answers after `timeout_s` at the latest; promotion continues after that. The node reads chunks in
-    batches. Answer: Count of the chunks in all batches, finished or not, that contain some of these keys.
+    The node reads chunks in batches. It answers after `timeout_s` seconds at the latest, and continues to promote after
+    the answer. Answer: Count of the chunks in the batches for these keys, whether or not a batch is finished.
     """
 
     keys: bytes
@@ -155,7 +155,7 @@ class Promote(Message):
 
 
 class Delete(Message):
-    """Delete chunks. Answer: Count of the chunks deleted from memory or from tiers, whichever is larger."""
+    """Delete chunks from memory and from all tiers. Answer: Count, the larger of the two numbers of deleted chunks."""
 
     keys: bytes
 
@@ -163,7 +163,7 @@ class Delete(Message):
 class Suspect(Message):
     """Report chunks that a reader could not get from this node, or whose bytes were wrong.
 
-    The node checks these chunks, and tells the owners which of them it holds. Answer: Count of corrupt chunks dropped.
+    The node drops the corrupt chunks, and tells the owners which chunks it holds. Answer: Count of the dropped chunks.
     """
 
     keys: bytes
@@ -210,9 +210,9 @@ class Why(Message):
 class Configure(Message):
     """Change a namespace's config, or drop the namespace. Answer: Configured, or Unavailable.
 
-    `namespace` is JSON. `fields` (JSON) are the config's fields to change; None drops the namespace. The node sets
-    `registry` to its list of namespaces and forwards the request to the directory. The directory first merges this list
-    into its own, since the directory may have restarted and lost its list.
+    `namespace` is JSON. `fields` (JSON) are the config's fields to change. None: drop the namespace. The node sets
+    `registry` to its list of namespaces, and forwards the request to the directory. The directory first merges this
+    list into its own list, because a restarted directory has lost its list.
     """
 
     namespace: bytes
@@ -221,7 +221,7 @@ class Configure(Message):
 
 
 class Adopt(Message):
-    """Adopt this list of namespaces. Answer: Count of copies that the last drop of `group` deleted on this node."""
+    """Adopt a list of namespaces. Answer: Count of the chunks that the last drop of `group` deleted on this node."""
 
     registry: bytes
 
@@ -241,7 +241,7 @@ class RecordTrace(Message):
 
 
 class FetchTrace(Message):
-    """Fetch recorded requests; refused to other users and hosts. `on`: whether to record from now on. Answer: Trace."""
+    """Fetch recorded requests. Refused to other users and hosts. `on`: whether to record from now on. Answer: Trace."""
 
     on: bool
 
@@ -250,7 +250,7 @@ class Heartbeat(Message):
     """A node tells the directory that it is alive. Answer: HeartbeatAnswer, or Unavailable.
 
     `member`: the node. `epoch`: version of the node's view (its list of members). `version`: version of the node's list
-    of namespaces. `view`, `registry`: the view, and the encoded list, each only if the directory has asked for it.
+    of namespaces. `view`, `registry`: this view and this list (encoded), each only if the directory has asked for it.
     """
 
     member: Member
@@ -282,8 +282,8 @@ class Count(Message):
 class Attached(Message):
     """Name of a node, and paths of its shared-memory files (`table` and `arena`).
 
-    `secret`: the cluster's secret if the client is a process of our user on this host, otherwise empty. `tiers`:
-    whether the node has tiers below memory (SSD or file), from which chunks can be promoted.
+    `secret`: the cluster's secret; empty unless the client is a process of our user on this host. `tiers`: whether the
+    node has tiers below memory (SSD or file), from which chunks can be promoted.
     """
 
     node_id: NodeId
@@ -306,7 +306,7 @@ class ViewIs(Message):
 
 
 class Lent(Message):
-    """Lent slots: `rows` i32, and `offsets` u64 in the arena. Slots that `Lend.ahead` asked for come last."""
+    """Lent slots: `rows` i32, `offsets` u64 (in bytes, in the arena). The slots for `Lend.ahead` come last."""
 
     rows: bytes = b""
     offsets: bytes = b""
@@ -316,8 +316,8 @@ class CommittedRun(msgspec.Struct, array_like=True):
     """The outcome of one Run.
 
     `unused` i32: indices in the run's `rows` of the slots that stay lent, because their keys were stored already.
-    `rows` i32, `offsets` u64: slots lent for later writes. `problem`: why the node refused the run, or empty. All slots
-    of a refused run stay lent.
+    `rows` i32, `offsets` u64: slots lent for later writes. `problem`: why the node refused the run; empty if it did
+    not. All slots of a refused run stay lent.
     """
 
     unused: bytes = b""
@@ -333,7 +333,7 @@ class Committed(Message):
 
 
 class Accepted(Message):
-    """The client must send the chunks of the keys at `positions` (i32). `full`: how many new chunks do not fit."""
+    """The client must send the chunks of the keys at `positions` (i32). `full`: number of chunks without room."""
 
     positions: bytes
     full: int = 0
@@ -351,7 +351,7 @@ class Held(Message):
 class Reading(Message):
     """For each key: nbytes u32 (0: not found), checksums u64. Payload: the found chunks, in the order of the keys.
 
-    `choices`, `places`: holders of the chunks that were not found, as in Located. Empty unless `Read.locate` is True.
+    `choices`, `places`: holders of the chunks that were not found, as in Located. Both are empty without `Read.locate`.
     """
 
     nbytes: bytes
@@ -365,7 +365,7 @@ class Located(Message):
 
     `choices`: the distinct lists of holders, at most MAX_HOLDERS nodes each. `places` i32: for each key, the index of
     its list in `choices`; -1 if no holder is known. `nbytes` u32: length of each chunk, 0 if unknown; empty when no
-    length is known. `below_memory`: one bit for each key, set if all its holders have the chunk only in a tier below
+    length is known. `below_memory`: one bit for each key, set if all holders have the chunk only in a tier below
     memory; empty when no bit is set.
     """
 
@@ -378,10 +378,10 @@ class Located(Message):
 class Histories(Message):
     """Where this node has chunks, and how each chunk last left its memory or a tier. One entry for each key.
 
-    Now: `places` u8 (the fastest `reasons.Place`), `nbytes` u32. Last departure: `reasons` u8 (`reasons.Reason`),
-    `tiers` u8 (the tier that was left), `ages_s` f32 (seconds since then), `policy` u8 (the policy, as an index in
-    `policies`). `announced` u8: 1 if this node, as the owner of the key, knows a holder. `remembers_s`: departures
-    that are older than this number of seconds are missing; None when the log has all departures since the start.
+    Now: `places` u8 (the fastest tier with the chunk, a `reasons.Place`), `nbytes` u32. Last departure: `reasons` u8 (a
+    `reasons.Reason`), `tiers` u8 (the tier that was left), `ages_s` f32 (seconds since the departure), `policy` u8 (the
+    policy, as an index in `policies`). `announced` u8: 1 if this node, as the owner of the key, knows a holder.
+    `remembers_s`: age of the oldest departure in the log; None when the log has all departures since the start.
     """
 
     places: bytes
@@ -410,8 +410,8 @@ class Trace(Message):
 class HeartbeatAnswer(Message):
     """The directory's view and its list of namespaces. Each is None unless it is newer than the node's copy.
 
-    `want_view`: the node has a newer view. `want_registry`: the node may have entries that the directory lacks. The
-    node must at once send what the directory wants, with another heartbeat.
+    `want_view`: the directory wants the node's view, which is newer. `want_registry`: the directory wants the node's
+    list of namespaces, which may have more entries. The node must at once send another heartbeat with these parts.
     """
 
     view: View | None = None

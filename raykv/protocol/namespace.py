@@ -15,8 +15,9 @@ DIGEST_NBYTES = 16
 class Namespace(Model):
     """The conditions under which chunks were computed.
 
-    Keys derive from the digest of all fields, so two namespaces never share a key. `salt` and `lora` vary by request.
-    All tenants and adapters of one model form one quota group (`group`), with its own capacity and policy on a node.
+    A key depends on the digest of all fields, so two namespaces never share a key. `salt` and `lora` may differ between
+    the requests of one model. All tenants and adapters of a model form one quota group (`group`), which has its own
+    capacity and policy on a node.
 
     Attributes:
         model: Name or path of the weights.
@@ -24,7 +25,7 @@ class Namespace(Model):
         dtype: Element type of the stored KV.
         layout: Shape and order of the engine's bytes in a chunk.
         chunk_tokens: Tokens in a chunk.
-        tp_rank, tp_size, pp_rank, pp_size: Tensor and pipeline parallelism. A chunk holds the KV of one rank.
+        tp_rank, tp_size, pp_rank, pp_size: Tensor and pipeline parallelism. A chunk contains the KV of one rank.
         attention_backend: Kernel family, and its instruction set if the layout of the bytes depends on it.
         hash_algorithm: Name of the engine's hash function for tokens, with its seed.
         lora: Name and path of the LoRA adapter; empty for none.

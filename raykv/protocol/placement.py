@@ -1,7 +1,8 @@
 """Maps keys to their owners. The owner of a key is the node that knows which nodes have its chunk.
 
-A ring has SLOTS slots, and a key falls into one of them. Weighted rendezvous hashing gives each slot an owner. Every
-node and client computes the same ring from the same members. When a node joins or leaves, only its slots change owner.
+A ring has SLOTS slots, and each key belongs to one slot. Weighted rendezvous hashing gives each slot an owner. Every
+node and client computes the same ring from the same members. When a node joins or leaves, only the slots of that node
+change their owner.
 
 Source: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous" (1996); weights after Schindelhauer and
 Schomaker (2005).
@@ -30,7 +31,8 @@ class Member(msgspec.Struct, frozen=True):
         host: Identity of the node's host. Processes with equal hosts share memory.
         endpoints: Addresses by transport: "tcp" has "host:port", "unix" has "unix:..." for clients on the same host.
         weight: The node's share of the ring, relative to other nodes.
-        incarnation: Start time of the node's process. A restart changes it, and empties the node's location index.
+        incarnation: Start time of the node's process. After a restart this time differs, and the node's location index
+            is empty.
     """
 
     node_id: NodeId
@@ -83,7 +85,7 @@ class Ring:
         self.nodes = tuple(name for name, _ in ordered)
         share = np.array([weight for _, weight in ordered], np.float64)
         seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name, _ in ordered], np.uint64)
-        # Uniform numbers of 53 bits in (0, 1). They are never 0 or 1, so the logarithm is finite and not 0.
+        # Uniform numbers of 53 bits, never 0 or 1, so that the logarithm is finite and not 0.
         uniform = ((_mix(np.arange(SLOTS, dtype=np.uint64)[:, None] ^ seeds) >> np.uint64(11)) + 0.5) * 2.0**-53
         scores = share / np.log(uniform)
         self.owner_of_slot = (scores.argmin(axis=1) if ordered else np.full(SLOTS, -1)).astype(np.int16)
@@ -102,7 +104,7 @@ class Ring:
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix the bits of each number, like SplitMix64 without its first shift. The result is equal on every machine."""
+    """Mix the bits of each number, like SplitMix64 without its first shift. The result is the same on every machine."""
     x = (x + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -11,7 +11,7 @@ class _Word(IntEnum):
 
 
 class Reason(_Word):
-    """Why a chunk left memory or a lower tier. NONE: no departure is known. DROPPED: its quota group was dropped."""
+    """Why a chunk left memory or a lower tier. NONE: no departure is known. DROPPED: the quota group was dropped."""
 
     NONE = 0
     EVICTED = 1
@@ -23,7 +23,7 @@ class Reason(_Word):
 
 
 class Place(_Word):
-    """The tier that a chunk is in, or that it left. DRAM: the arena. OTHER: a tier of another kind."""
+    """A tier that a chunk is in, or that a chunk left. DRAM: the arena. OTHER: a tier of another kind."""
 
     NOWHERE = 0
     DRAM = 1

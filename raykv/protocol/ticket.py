@@ -1,7 +1,7 @@
 """The hand-off ticket: a decode worker uses it to read a prefill worker's chunks without a lookup.
 
-A ticket travels in HTTP requests, and users may forge it. So a ticket contains node names and no addresses: a forged
-ticket cannot name a host outside the cluster, and only causes a miss.
+A ticket is sent in HTTP requests, so users may forge a ticket. For this reason a ticket contains node names and no
+addresses. A forged ticket cannot name a host outside the cluster, and only causes misses.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Ticket(Model):
     """The holders of the chunks of one prompt, from the first chunk on.
 
     Attributes:
-        group: The namespace without salt and LoRA adapter. The error of `match` names the fields that differ.
+        group: The namespace without salt and LoRA adapter. Errors of `match` compare its fields with the reader's.
         digest: Digest of the whole namespace, as hexadecimal text.
         runs: The nodes that hold the chunks, in the order of the chunks.
     """
@@ -40,12 +40,12 @@ class Ticket(Model):
 
     @classmethod
     def of(cls, namespace: Namespace, holders: Sequence[NodeId | None]) -> Self:
-        """Make a ticket. `holders` names a node, or None, for each chunk. After MAX_RUNS runs, chunks are left out."""
+        """Make a ticket. `holders`: the node that holds each chunk, or None. At most MAX_RUNS runs are included."""
         runs = tuple(Run(node_id=name or "", chunks=len(list(group))) for name, group in groupby(holders))
         return cls(group=namespace.group, digest=namespace.digest.hex(), runs=runs[:MAX_RUNS])
 
     def holders(self, namespace: Namespace, wanted: int) -> list[NodeId | None]:
-        """Return for each of the first `wanted` chunks the node that the ticket names; None if it names no node.
+        """Return for each of the first `wanted` chunks the node that the ticket names; None if there is no node.
 
         Raises:
             NamespaceMismatch: The ticket belongs to another namespace. The error names the fields that differ.
@@ -62,7 +62,7 @@ class Ticket(Model):
         return named + [None] * (wanted - len(named))
 
     def match(self, namespace: Namespace, wanted: int) -> Match:
-        """Return the leading chunks, at most `wanted`, up to the first one without a node. Raises like `holders`."""
+        """Return the chunks before the first chunk without a node, at most `wanted`. Raises the errors of `holders`."""
         named = tuple(takewhile(bool, self.holders(namespace, wanted)))
         return Match(len(named), tuple(name for name in named if name))
 

@@ -1,7 +1,7 @@
 """Recorded requests of a live cluster, with the chunks of each request.
 
-Clients read shared memory without a message to the node. So while a node records a trace, clients on its host report
-their requests to it. A flag in the chunk table turns recording on. One call of `match` is one request, with its keys.
+Clients read shared memory without a message to the node. So while a node records a trace, the clients on its host
+report their requests to the node. A flag in the chunk table turns recording on. Each call of `match` is one request.
 """
 
 import json
@@ -13,7 +13,7 @@ from raykv.protocol.chunk_keys import KEY_NBYTES
 
 
 class TracedRequest(msgspec.Struct, array_like=True):
-    """One request: time in seconds since 1970, tokens per chunk, and the keys of its chunks in order, 16 bytes each."""
+    """One request: its time in seconds since 1970, tokens per chunk, and the keys of its chunks, 16 bytes each."""
 
     at_s: Annotated[float, msgspec.Meta(ge=0.0, lt=1e12)]
     chunk_tokens: int
