@@ -12,7 +12,8 @@ from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 Score = Callable[[Columns, Rows, int], Scores]
-"""A function of columns, rows and time in ticks. It returns one score per row. The lowest score is evicted first."""
+"""A function of columns, rows and time in ticks. It returns one score per row. The row with the lowest score is evicted
+first."""
 
 POLICIES = {
     "leaf_lru": "raykv.eviction.by_columns:LeafLRU",
@@ -29,8 +30,12 @@ POLICIES = {
 def policy(name: str | Callable[..., Any]) -> Policy:
     """Make a policy.
 
-    `name`: one of POLICIES, or a user's policy: a subclass of `Policy` or a function of type `Score`, as an
-    object or as "module:attribute". Raises ConfigError if there is no such policy, or if the object is not a policy.
+    Args:
+        name: A name in POLICIES, or a user's policy. A user's policy is a subclass of `Policy`, or a function of type
+            `Score`. It is given as an object, or as text "module:attribute".
+
+    Raises:
+        ConfigError: There is no such policy, or the object is not a policy.
     """
     if not isinstance(name, str):
         return _made_of(name, getattr(name, "__qualname__", repr(name)))

@@ -18,29 +18,31 @@ from raykv.types import Bits, Rows
 
 Scores = npt.NDArray[np.generic]
 Ranks = Callable[[Rows, int], npt.NDArray[np.int64]]
-"""A function of rows and the time in ticks. It returns ranks. Rows of lower rank go first, whatever their scores."""
+"""A function of rows and the time in ticks. It returns one rank per row. Rows of lower rank are evicted first, whatever
+their scores."""
 Queues = npt.NDArray[np.integer[Any]]
 MayGo = Callable[[int], bool]
+"""A function of one row. It returns whether the row may be evicted."""
 Order = Callable[[Rows], Scores]
 """A function of rows. It returns one score per row. The row with the lowest score is evicted first."""
 
 SECOND_CHANCE_ROUNDS: Final = 16
-"""One choice of victims has at most this many rounds of second chances. After them, no row gets another chance."""
+"""One choice of victims has at most this many rounds of second chances. After these rounds, no row gets another one."""
 
 
 class Policy(ABC):
     """An eviction policy. Subclasses must implement only `score`.
 
-    Policies see reads only as changed columns of the table. A policy holds its own state in arrays by row and in
-    bounded sets by key. After a restart the node calls `on_insert` once with all rows, oldest first, to restore that
-    state. The other methods get only rows that `on_insert` got before.
+    Policies see reads only as changed columns of the table. A policy holds its own state in arrays by row, and in
+    bounded sets of keys. After a restart the node calls `on_insert` once with all stored rows, oldest first, to restore
+    this state. The other methods are called only with rows that `on_insert` was called with before.
 
     Attributes:
         name: Name in reports.
-        leaf_first: Whether to evict a chunk only after all chunks that follow it in its chains, because a chunk without
-            its parent can never be matched.
-        drifts: Whether scores change with time, not only with reads.
-        queues: Number of queues among which `queue` divides the rows.
+        leaf_first: Whether to evict a chunk only after all chunks that follow it in a chain. The reason is that a chunk
+            without its parent can never be matched.
+        drifts: Whether scores change with time, and not only with reads.
+        queues: Number of queues to which `queue` assigns the rows.
         capacity: Number of chunks in a full cache; None if unknown.
     """
 
@@ -62,7 +64,7 @@ class Policy(ABC):
         return [count]
 
     def second_chance(self, columns: Columns, rows: Rows, now: int) -> Bits:
-        """Return which of these victims are spared for now. The call gives each spared row another score or queue."""
+        """Return which of these victims must not be evicted yet. The call gives each of them another score or queue."""
         return np.zeros(len(rows), np.bool_)
 
     def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:  # noqa: B027 - optional
@@ -71,7 +73,7 @@ class Policy(ABC):
     def on_request_done(  # noqa: B027 - optional
         self, columns: Columns, rows: Rows, output_tokens: int, now: int
     ) -> None:
-        """Called when the request that read or stored the chunks of these rows ended. Some engines never report it."""
+        """Called when the request that read or stored these chunks has ended. Some engines never report this."""
 
     def on_remove(self, columns: Columns, rows: Rows, now: int, *, evicted: bool) -> None:  # noqa: B027 - optional
         """Called before the chunks of these rows are removed. The columns are still unchanged."""
@@ -86,7 +88,7 @@ def empty_columns(rows: int) -> Columns:
 
 
 def live_parents(columns: Columns, rows: Rows) -> Rows:
-    """Return the row of each chunk's parent; -1 if there is no parent, or if that row holds another chunk now."""
+    """Return the row of each chunk's parent; -1 if the chunk has no parent, or if the parent is gone."""
     parents = columns.parent[rows]
     live = (parents >= 0) & (columns.generation[np.maximum(parents, 0)] == columns.parent_generation[rows])
     found: Rows = np.where(live, parents, np.int32(-1))
@@ -102,7 +104,7 @@ def key_numbers(columns: Columns, rows: Rows) -> list[int]:
 def single_order(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Order:
-    """Combine all queues and ranks into one order. In a rank, rows that `shares` takes from a queue come first."""
+    """Combine all queues and ranks into one order. Within a rank, the rows that `shares` takes come first."""
     ranked = ranks if ranks is not None and ranks(candidates, now).any() else None
     if policy.queues == 1 and ranked is None:
         return lambda rows: policy.score(columns, rows, now)
@@ -133,9 +135,18 @@ def victims(
 ) -> Rows:
     """Choose up to `count` rows to evict.
 
-    `candidates`: ready, unpinned and unprotected rows. `may_go` must be given if the candidates are a sample. A
-    leaf-first policy then also chooses a parent outside the sample, after its last child, if `may_go(parent)`. Returns
-    rows in the order of eviction, and fewer than `count` if no more rows may be evicted.
+    Args:
+        policy: Gives the order of the rows.
+        columns: The columns of the table.
+        candidates: Rows that may be evicted: all such rows, or a sample of them.
+        count: Number of rows to choose.
+        now: Time in ticks.
+        ranks: Gives a rank to each row. Rows of lower rank are chosen first, whatever their scores.
+        may_go: Required if the candidates are a sample. With a leaf-first policy, a parent outside the sample is also
+            chosen after its last child, if `may_go(parent)` is True.
+
+    Returns:
+        The rows in the order of eviction; fewer than `count` if no more rows may be evicted.
     """
     chosen = candidates[:0]
     if count <= 0 or not candidates.size:
@@ -170,11 +181,14 @@ def _from_all(columns: Columns, candidates: Rows, count: int, order: Order, *, l
         chosen = _leaves_first(columns, chosen)
         if len(chosen) >= count or window >= len(candidates):
             return chosen[:count]
-        window *= 2  # some rows were left out, since their children have higher scores
+        window *= 2  # some rows were left out, because their children have higher scores
 
 
 def _from_sample(columns: Columns, candidates: Rows, count: int, order: Order, may_go: MayGo) -> Rows:
-    """Choose leaves of the sample in order. A parent comes after its last child, and may be outside the sample."""
+    """Choose rows without children from the sample, in order. When all children of a row are chosen, the row follows.
+
+    A row that follows its children may be outside the sample.
+    """
     leaves = candidates[columns.children[candidates] == 0]
     leaves = lowest(columns, leaves, order(leaves), min(count, len(leaves)))
 
@@ -197,9 +211,9 @@ def _from_sample(columns: Columns, candidates: Rows, count: int, order: Order, m
 
 
 def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Rows:
-    """Return the `count` candidates with the lowest scores, in order.
+    """Return the `count` candidates with the lowest scores, in order. Among equal scores the deepest row comes first.
 
-    Among equal scores the deepest row comes first. Equal scores are common, since all reads of a batch share a tick.
+    Equal scores are common, because all reads of a batch have the same tick.
     """
     if 0 < count < len(candidates):
         worst = np.partition(scores, count - 1)[count - 1]
@@ -213,8 +227,8 @@ def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Ro
 def _leaves_first(columns: Columns, chosen: Rows) -> Rows:
     """Return `chosen` without the rows that have a descendant outside `chosen`. Each row comes after its descendants.
 
-    Each row is sorted by the highest place that the row or one of its descendants has in `chosen`. Each pass hands
-    places to ancestors 1, 2, 4, ... levels above, so a very long chain takes few passes.
+    Rows are sorted by place. The place of a row is the highest index in `chosen` of the row and its descendants. The
+    passes copy places to ancestors 1, 2, 4, ... levels above, so few passes are enough for a very long chain.
     """
     outside = len(chosen)
     by_row, parents = np.argsort(chosen), live_parents(columns, chosen)

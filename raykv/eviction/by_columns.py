@@ -23,7 +23,7 @@ class LRU(Policy):
 
 
 class LeafLRU(LRU):
-    """LRU that evicts a chunk only after all chunks that follow it in its chains.
+    """LRU that evicts a chunk only after all chunks that follow it in a chain.
 
     Source: SGLang's RadixAttention (Zheng et al., 2024) evicts leaves by recency.
     """

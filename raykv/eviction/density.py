@@ -14,7 +14,8 @@ from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 FEATURES: Final = {"short": 2, "often": 4, "turn": 3, "output": 6, "together": 5, "deep": 4}
-"""The features that make up a chunk's class, and how many values each has. The most predictive comes first."""
+"""The features that make up a chunk's class, and the number of values of each feature. The feature that predicts reads
+best comes first."""
 LEVEL_OF: Final[dict[str, Callable[[int], int]]] = {
     "short": int,
     "often": int.bit_length,
@@ -22,33 +23,34 @@ LEVEL_OF: Final[dict[str, Callable[[int], int]]] = {
     "together": lambda chunks: chunks.bit_length() - 1 if chunks else 0,
     "deep": lambda depth: (depth + 1).bit_length() // 2,
 }
-"""Functions that turn a count into a value of the feature. Counts above LEVELS - 1 are treated as LEVELS - 1."""
+"""Functions that turn a count into a value of a feature."""
 LEVELS: Final = 64
+"""Counts above LEVELS - 1 are treated as LEVELS - 1."""
 GHOSTS_SHARE: Final = 8
 GHOSTS_MOST: Final = 1 << 18
 """The policy remembers at most GHOSTS_SHARE evicted chunks (ghosts) per chunk in the cache, and at most GHOSTS_MOST."""
 GHOSTS_OBSERVE_SHARE: Final = 4
-"""When a quarter of the ghosts is new, the policy records for all ghosts how long they have not been read."""
+"""When 1/GHOSTS_OBSERVE_SHARE of the ghosts is new, the policy records for all ghosts how long they were not read."""
 OBSERVE_SHARE: Final = 32
 OBSERVE_LEAST: Final = 256
-"""For each new chunk, OBSERVE_SHARE rows are checked for reads. One pass checks at least OBSERVE_LEAST rows."""
+"""For each new chunk, OBSERVE_SHARE rows are checked for reads. At least OBSERVE_LEAST rows are checked at once."""
 LEARN_SHARE: Final = 25
 LEARN_LEAST: Final = 20
-"""Scores are computed again when 1/25 of all observations is new, but not before LEARN_LEAST observations are new."""
+"""Scores are computed again when 1/LEARN_SHARE of all observations and at least LEARN_LEAST observations are new."""
 MEMORY_SHARE: Final = 8
 MEMORY_LEAST: Final = 1000.0
-"""Because traffic changes, old observations fade: the weight of all reads is halved when it exceeds both MEMORY_LEAST
-and 1/MEMORY_SHARE of the number of cached chunks."""
+"""Old observations fade, because traffic changes. All weights are halved when the sum of the weights of reads is above
+MEMORY_LEAST and above 1/MEMORY_SHARE of the number of cached chunks."""
 INSERT_SHARE: Final = 10
-"""Ten inserts count as one observation when the policy decides whether to compute scores again."""
+"""INSERT_SHARE inserts count as one observation when the policy decides whether to compute scores again."""
 
 _ROW: Final = np.dtype(
     [
         ("here", "?"),
-        ("kind", "<i4"),  # class (a number; see `Hazards`) without its digit "often"
-        ("turn", "<i4"),
-        ("place", "<i4"),  # position within its turn
-        ("earlier", "<u4"),  # reads of the chunk before it was evicted and stored again
+        ("kind", "<i4"),  # the class, with 0 for the feature "often"; a class is a number (see `Hazards`)
+        ("turn", "<i4"),  # number of the turn in its conversation; see `HitDensity._place`
+        ("place", "<i4"),  # position of the chunk in its turn
+        ("earlier", "<u4"),  # if the chunk was evicted and stored again: its reads before that
         ("weight", "<f8"),  # 1 / number of chunks stored together
         ("last_read", "<u4"),  # `accessed` at the last check
         ("reads", "<u4"),  # `frequency` at the last check
@@ -57,15 +59,20 @@ _ROW: Final = np.dtype(
 )
 
 _Ghost = tuple[int, int, int, int, float]
-"""An evicted chunk: time of its last read, time of the last check, class, number of reads, weight."""
+"""An evicted chunk: time of its last read, time of its last check, its class, number of reads, weight."""
 
 
 class HitDensity(Policy):
     """Learns for each class how likely its chunks are read again, and when. Evicts chunks of low hit density first.
 
-    A class has these features: whether the chunk is shorter than the chunk before it (the end of a prompt); the number
-    of its reads; the turn of the conversation in which it was stored; the number of tokens that its last request
-    generated, if the engine reports it; the number of chunks stored with it; its depth.
+    The class of a chunk has these features (the names are those in FEATURES):
+
+    * short: whether the chunk is shorter than the chunk before it, as at the end of a prompt;
+    * often: the number of reads of the chunk;
+    * turn: the turn of the conversation in which the chunk was stored;
+    * output: the number of tokens that the chunk's last request generated, if the engine reports this number;
+    * together: the number of chunks that were stored together with the chunk;
+    * deep: the depth of the chunk.
 
     The policy also learns from evicted chunks: some are stored again, others are not. Chunks that are stored together
     are usually read together. So each of n such chunks has the weight 1 / n.
@@ -162,10 +169,10 @@ class HitDensity(Policy):
         return digits
 
     def _place(self, columns: Columns, rows: list[int], parents: list[int]) -> Integers:
-        """Set `turn` and `place` of new rows. Returns, for each row, how many chunks were stored together.
+        """Set `turn` and `place` of new rows. Returns for each row the number of chunks that were stored together.
 
-        A turn is one request of a conversation. A chunk begins a new turn if its parent was stored earlier and has been
-        read: the chunk then belongs to a later request than its parent. The count includes the row's own chunk.
+        This number includes the row's own chunk. A turn is one request of a conversation. A chunk begins a new turn if
+        its parent was stored earlier and has been read, because the chunk then belongs to a later request.
         """
         turns, places, earlier = self._rows["turn"], self._rows["place"], self._rows["earlier"]
         new = dict.fromkeys(rows, 0)

@@ -12,7 +12,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def by_row(held: npt.NDArray[Scalar], columns: Columns) -> npt.NDArray[Scalar]:
-    """Return `held`, or zeros for all rows of the table if `held` is still empty."""
+    """Return `held`. If `held` is still empty, return zeros for all rows of the table."""
     return held if held.size else np.zeros(len(columns.frequency), held.dtype)
 
 

@@ -20,8 +20,9 @@ T = TypeVar("T")
 class GroupPolicies:
     """Chooses victims by the policy of each quota group. Reports inserts, removals and ended requests to the policies.
 
-    Scores of different policies cannot be compared. So each policy chooses victims in proportion to the number of its
-    candidates. If a user's policy raises an exception, the node logs it once, and `leaf_lru` replaces the policy.
+    Scores of different policies cannot be compared. So each policy chooses a number of victims in proportion to the
+    number of its candidates. If a user's policy raises an exception, the node logs the exception, and `leaf_lru`
+    replaces the policy.
 
     Attributes:
         default: The policy of all quota groups that have no own policy.
@@ -33,10 +34,13 @@ class GroupPolicies:
         self._own: dict[int, Policy] = {}
 
     def use(self, group: int | None, policy: Policy | None, rows_in_order: Rows, now: int) -> None:
-        """Replace a policy. The new policy starts from the rows that hold chunks now; the old policy's state is lost.
+        """Replace a policy. The new policy starts with the chunks that are stored now. The old policy's state is lost.
 
-        Group None: replace the default policy. Policy None: the group uses the default policy from now on.
-        `rows_in_order`: all rows with a chunk, parents before children.
+        Args:
+            group: The quota group whose policy is replaced. None: replace the default policy.
+            policy: The new policy. None: the group uses the default policy from now on.
+            rows_in_order: All rows with a chunk, parents before children.
+            now: Time in ticks.
         """
         columns = self._columns
         groups = columns.group[rows_in_order]
@@ -74,7 +78,7 @@ class GroupPolicies:
         return self._choose(victims, rows, count, now, self._ranks, may_go)
 
     def upcoming(self, rows: Rows, count: int, now: int) -> Rows:
-        """Return up to `count` rows that would be evicted first; see `base.upcoming`."""
+        """Return up to `count` of these rows that would be evicted first; see `base.upcoming`."""
         return self._choose(upcoming, rows, count, now, self._ranks)
 
     def _choose(self, rule: Callable[..., Rows], rows: Rows, count: int, *more: Any) -> Rows:
@@ -90,7 +94,7 @@ class GroupPolicies:
             self._ask(policy, report, mine)
 
     def _ask(self, policy: Policy, question: Callable[..., T], *arguments: Any) -> T:
-        """Call a policy. If a user's policy raises, log the exception, and call `leaf_lru` from now on."""
+        """Call a policy. If a user's policy raises, log the exception, and use `leaf_lru` instead from now on."""
         try:
             return question(policy, *arguments)
         except Exception:

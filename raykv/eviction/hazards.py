@@ -1,4 +1,4 @@
-"""The chance that chunks are read again, by their class and by the time since their last read."""
+"""Estimates the chance that chunks are read again, by their class and by the time since their last read."""
 
 from typing import Any, Final
 
@@ -9,14 +9,16 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 AGES: Final = 65
-"""Number of age buckets. There are two for each doubling of the age in ticks, which is enough for 32 bits."""
+"""Number of age buckets. An age is a time since the last read, in ticks. There are two buckets for each doubling of the
+age, so 65 buckets are enough for ages of 32 bits."""
 AHEAD: Final = 8
+"""This many buckets above the highest observed age are in use too."""
 AT_ONCE: Final = 1 << 14
-"""Observations are buffered. They are counted when the counts are needed, or after this many observations."""
+"""Observations are buffered. They are counted when the counts are needed, or when there are this many."""
 LEVEL: Final = 2.0
 BELIEF: Final = 4.0
-"""Weights of the prior, in reads: LEVEL for a class as a whole, BELIEF for one bucket of a class. A class with few
-reads is assumed to behave like similar classes."""
+"""The prior is that a class behaves like similar classes. Its weight is LEVEL reads for a whole class, and BELIEF reads
+for one bucket of a class."""
 
 _EDGES: Final = np.concatenate([[0.0], 2.0 ** (np.arange(AGES) / 2)])
 _WIDTHS: Final = np.diff(_EDGES)
@@ -26,20 +28,20 @@ _MIDDLES: Final = np.sqrt(np.maximum(_EDGES[:-1], 0.5) * _EDGES[1:])
 class Hazards:
     """Counts how often chunks of a class are read, by the time since their last read (their age).
 
-    A class is a number. Its digits are features, the most predictive first. A class with few observations is assumed
-    to behave like all classes that differ only in the last digit. If these have few observations too, the last two
-    digits are ignored, and so on.
+    A class is a number. Each digit of the number is a feature. The feature that predicts reads best is the first digit.
+    A class with few observations is assumed to behave like all classes that differ only in the last digit. If these
+    classes have few observations too, the last two digits are ignored, and so on.
 
     Attributes:
-        seen: Weighted number of reads so far. `fade` halves it.
-        ages: Number of age buckets in use: those up to the highest observed age, and AHEAD more.
+        seen: Sum of the weights of all reads. `fade` halves this sum.
+        ages: Number of age buckets in use: all up to the highest observed age, and AHEAD more.
     """
 
     def __init__(self, digits: tuple[int, ...]) -> None:
         self._digits, self.classes = digits, int(np.prod(digits))
         self._reads = np.zeros((self.classes, AGES))
         self._ticks = np.zeros((self.classes, AGES))  # observed ticks in the first and last bucket of each interval
-        # Number of intervals that cover the whole bucket, stored as the difference to the bucket before.
+        # Number of intervals that cover the whole bucket. The array holds the difference from the bucket before.
         self._whole = np.zeros((self.classes, AGES + 1))
         self._new_reads: list[tuple[Integers, Integers, Floats]] = []
         self._new_intervals: list[tuple[Integers, Integers, Integers, Floats]] = []
@@ -53,7 +55,7 @@ class Hazards:
         self._count_if_many(len(weights))
 
     def add_unread(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
-        """Record that chunks of these classes had no read from age `first` to age `last`. Negative ages count as 0."""
+        """Record that chunks of these classes were not read from age `first` to age `last`. Ages below 0 count as 0."""
         self._new_intervals.append((classes, first, last, weights))
         self._count_if_many(len(weights))
 
@@ -97,7 +99,7 @@ class Hazards:
         reads = self._reads[:, upto].reshape(shape)
         whole = np.cumsum(self._whole[:, upto], axis=1) * _WIDTHS[upto]
         ticks = (self._ticks[:, upto] + whole).reshape(shape)
-        sums = [(reads, ticks)]  # sums over none of the digits, the last digit, the last two digits, ...
+        sums = [(reads, ticks)]  # sums over no digit, over the last digit, over the last two digits, ...
         for _ in self._digits:
             sums.append(tuple(each.sum(axis=-2) for each in sums[-1]))
         all_reads, all_ticks = sums.pop()
@@ -128,8 +130,9 @@ def scale(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Floats:
 def density(chance: Floats) -> Floats:
     """Return the best ratio of expected hits to expected ticks in memory, by age bucket. Shape [n, ages + 1].
 
-    Suppose that a chunk stays until its next read, but at most until some age. Its cost is that time; its gain is one
-    hit if it is read. The result is the best ratio of gain to cost over all such ages.
+    Suppose that a chunk stays in memory until its next read, but at most until it reaches some age. The cost is the
+    time in memory. The gain is one hit if the chunk is read in this time. The result is the best ratio of gain to cost
+    over all such ages.
 
     Source: the Gittins index; also the hit density of EHC and LHD (Beckmann, Chen and Cidon, NSDI 2018).
     """

@@ -1,4 +1,4 @@
-"""Chooses one victim at a time, without scoring all rows for each victim."""
+"""Chooses one victim at a time. The choice of a victim does not score all rows."""
 
 import heapq
 from typing import Any, Final
@@ -11,16 +11,16 @@ from raykv.types import Bits, Rows
 
 RESCORE_SHARE: Final = 256
 RESCORE_LEAST: Final = 16
-"""If scores change with time, all rows are scored again after every n victims. n is the number of rows divided by
+"""If scores change with time, all rows are scored again after n victims. n is the number of rows divided by
 RESCORE_SHARE, but at least RESCORE_LEAST."""
 
 
 class EvictionOrder:
     """The rows of a cache in the order in which a policy evicts them: one heap per queue.
 
-    An entry holds the score of its row at the time of the push. If the row was read since then, the popped entry is
-    pushed again with a new score. So the order is exact if only reads change scores, and if reads only raise scores. If
-    scores change with time, the order is that of the last scoring of all rows.
+    A heap entry holds the score that its row had when the entry was pushed. When an entry is popped and its row was
+    read meanwhile, the row is pushed again with a new score. So the order is exact if only reads change scores, and
+    only to higher scores. If scores change with time, the order is that of the last scoring of all rows.
     """
 
     def __init__(self, policy: Policy, columns: Columns) -> None:
@@ -35,7 +35,7 @@ class EvictionOrder:
         self._sizes = [0] * policy.queues
         self._has_second_chances = type(policy).second_chance is not Policy.second_chance
         self._until_rescore = 0
-        self._bound: Any = None  # rows with a higher score are in no heap until the next scoring of all rows
+        self._bound: Any = None  # rows with a score above this are in no heap until the next scoring of all rows
 
     def on_insert(self, rows: Rows, now: int) -> None:
         self._policy.on_insert(self._columns, rows, now)
@@ -46,7 +46,7 @@ class EvictionOrder:
         self._push(rows, now)
 
     def on_read(self, rows: Rows, now: int) -> None:
-        """Move rows that were read to other queues if the policy now puts them there."""
+        """After reads of these rows, move each row to the queue that the policy now assigns to it."""
         if len(self._sizes) == 1:
             return
         moved = []
@@ -59,10 +59,10 @@ class EvictionOrder:
         self._push(np.array(moved, np.int32), now)
 
     def next(self, now: int, protected: Bits) -> int:
-        """Remove and return the unprotected row to evict next; -1 if there is none.
+        """Remove and return the row to evict next, but no row that is True in `protected`. Return -1 if there is none.
 
-        The caller reports the row to the policy's `on_remove` while the row's columns are unchanged, and evicts it. The
-        caller also decrements `children` of the parent, and calls `on_childless` when it reaches 0.
+        The caller must evict the row. Before the row's columns change, the caller must call the policy's `on_remove`.
+        The caller must also decrement the `children` of the parent, and call `on_childless` if the result is 0.
         """
         if self._policy.drifts and self._until_rescore <= 0:
             self._rescore(now, RESCORE_LEAST + 2 * sum(self._sizes) // RESCORE_SHARE)
@@ -121,7 +121,7 @@ class EvictionOrder:
                 heapq.heappush(self._heaps[self._queue[row]], (score, -depth, row, self._stamps))
 
     def _rescore(self, now: int, count: int) -> None:
-        """Score all evictable rows, and fill the heaps again. If there is one heap, it gets the `count` lowest rows."""
+        """Score all evictable rows, and fill the heaps again. A single heap gets only the `count` lowest rows."""
         rows = np.flatnonzero(self._here).astype(np.int32)
         self._until_rescore = max(RESCORE_LEAST, len(rows) // RESCORE_SHARE)
         if self._policy.leaf_first:

@@ -13,7 +13,7 @@ from raykv.memory.layout import Columns
 from raykv.types import Bits, Rows
 
 SMALL_SHARE: Final = 10
-"""The small queue gets one tenth of all chunks. The queue of evicted keys is as long as the main queue."""
+"""The small queue gets 1/SMALL_SHARE of all chunks. The queue of evicted keys is as long as the main queue."""
 READS_TO_STAY: Final = 2
 """After this many reads in the small queue, a chunk moves to the main queue instead of being evicted."""
 MOST_ROUNDS: Final = 3
@@ -23,7 +23,8 @@ MOST_ROUNDS: Final = 3
 class S3FIFO(Policy):
     """Queue 0 (small) takes new chunks. Queue 1 (main) takes chunks that are likely to be read again.
 
-    These were read READS_TO_STAY times in queue 0, or are stored again after they were evicted from queue 0.
+    A chunk is likely to be read again if it was read READS_TO_STAY times in queue 0. The same holds if it is stored
+    again after its eviction from queue 0.
 
     Source: S3-FIFO (Yang et al., SOSP 2023), with the parameters given there.
     """
