@@ -27,7 +27,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
     try:
         if isinstance(where, str):
             if not where.startswith("\0") and os.path.exists(where):
-                os.unlink(where)  # a killed node left the file; names are unique, so no live node uses it
+                os.unlink(where)  # left by a killed node; names are unique, so no live node uses the file
             old = os.umask(0o177)
             try:
                 listener.bind(where)
@@ -45,7 +45,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
 
 def tune(connection: socket.socket) -> None:
-    """Disable Nagle's algorithm. Enable TCP keepalive: the leases of a client on a dead host end within a minute."""
+    """Disable Nagle's algorithm. Enable TCP keepalive, so that leases of clients on a dead host end within a minute."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):

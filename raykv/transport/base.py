@@ -17,8 +17,8 @@ from raykv.errors import PeerUnavailable
 from raykv.protocol.messages import Answer, Message
 
 MAX_POSTED: Final = 64
-"""At most this many requests are in flight on one link. Answers that nobody has collected yet wait in the socket
-buffers. Answers to more requests could fill these buffers and block the server."""
+"""At most this many requests are in flight on one link. Answers wait in the socket buffers until they are collected.
+The answers to more requests could fill these buffers and block the server."""
 
 Runs: TypeAlias = Iterable[Sequence[memoryview]]
 """Groups of buffers, called runs. A transport takes the next run from the iterator only after it has filled or sent the
@@ -33,8 +33,8 @@ class ChunkRun:
         chunks: The buffers of each chunk. Iterating over the run yields the buffers of all chunks.
         sizes: Lengths of the chunks in bytes.
         hashed: Whether to compute checksums.
-        full: Number of leading chunks whose buffers are completely filled. It is also valid after an error.
-        checksums: Checksums (u64) of the full chunks. If empty, a caller that needs checksums computes them.
+        full: Number of leading chunks whose buffers are completely filled. This number is also valid after an error.
+        checksums: Checksums (u64) of the full chunks. If this is empty, a caller that needs checksums computes them.
     """
 
     chunks: list[list[memoryview]]
@@ -48,7 +48,7 @@ class ChunkRun:
 
 
 Targets: TypeAlias = Iterable[Sequence[memoryview] | ChunkRun]
-"""A transport fills these buffers in order. It takes the next element only after the previous one is full."""
+"""Buffers that a transport fills in order. The transport takes the next element only after the previous one is full."""
 
 
 @dataclass(slots=True)
@@ -56,11 +56,11 @@ class Reply:
     """An answer, and the chunk bytes to send or receive after it.
 
     Attributes:
-        answer: The answer, which is sent first.
+        answer: The answer. The transport sends it first.
         outgoing: Chunk bytes to send after the answer. This memory must not change until `finish` is called.
         incoming: Buffers for the bytes that the client sends after the answer.
         finish: The transport calls this function exactly once: with True after all bytes were transferred, with False
-            after a failure. If the function returns an answer, the transport sends it as a second answer.
+            after a failure. If the function returns an answer, the transport sends that answer too.
     """
 
     answer: Answer
@@ -70,7 +70,7 @@ class Reply:
 
 
 class Session(Protocol):
-    """The server's state for one connection. It owns the connection's leases: lent slots, and pins on chunks."""
+    """The server's state for one connection. A session owns the connection's leases: lent slots, and pins on chunks."""
 
     def close(self) -> None:
         """End the session's leases. The server calls this method when the connection is closed."""
@@ -78,7 +78,7 @@ class Session(Protocol):
 
 
 class Service(Protocol):
-    """The request handler of a server. It does not depend on the transport."""
+    """The request handler of a server. A service does not depend on the transport."""
 
     @property
     def epoch(self) -> int:
@@ -90,7 +90,7 @@ class Service(Protocol):
         ...
 
     def answer(self, request: Message, session: Session) -> Reply:
-        """Serve one request. Errors are returned as answers. Only a bug raises an exception."""
+        """Serve one request. An error is returned as an answer. An exception is a bug."""
         ...
 
 

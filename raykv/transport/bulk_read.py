@@ -22,12 +22,13 @@ from raykv.types import GetResult, KeyArray, NodeId, Path
 
 PART_NBYTES: Final = 8 << 20
 PART_KEYS: Final = 256
-"""One request asks for at most PART_KEYS chunks, and for at most PART_NBYTES bytes if it asks for several. The limits
-are small because the holder pins the chunks until it has sent them."""
+"""One request asks for at most PART_KEYS chunks. If it asks for several chunks, they have at most PART_NBYTES bytes in
+total. The limits are small because the holder pins the chunks until it has sent them."""
 PARTS_AHEAD: Final = 2
-"""At most this many requests are in flight on one link. The holder looks up the chunks of one request while the network
-carries the chunks of the other."""
+"""At most this many requests are in flight on one link. The holder looks up the chunks of one request while the chunks
+of the other request are on the network."""
 SCRAP_NBYTES: Final = 1 << 20
+"""Size of a buffer for bytes that are discarded."""
 
 
 class ReadProgress:
@@ -37,7 +38,7 @@ class ReadProgress:
         keys: Keys of the chunks, shape [n, 2].
         targets: The buffers of each chunk.
         sizes: Length of each chunk in bytes.
-        group: Digest of the quota group; each request carries it.
+        group: Digest of the quota group, for the requests.
         hits: Whether each chunk has arrived.
     """
 
@@ -103,13 +104,14 @@ class ReadRun:
         progress: The progress of the `get`.
         holder: The node to read from.
         places: Indices in the `get` of the chunks to read, in rising order.
-        locate: Whether the node is asked as the owner of the keys. It then sends the chunks that it has, and names
-            holders of the other chunks. The caller must `Locate` chunks that are neither in `arrived` nor in `named`.
+        locate: Whether the node is asked as the owner of the keys. If so, the node sends the chunks that it has, and
+            names holders of the other chunks. Chunks that are neither in `arrived` nor in `named` are not decided: the
+            caller must look them up (`Locate`).
         arrived: Indices of the chunks whose buffers are filled.
         gone: Indices of the chunks that the holder was expected to have, but does not have.
         corrupt: Indices of the chunks whose bytes did not match the checksum. The holder is asked to check them.
         other_size: Indices of the chunks whose length at the holder differs from the buffer's.
-        named: Maps the index of a chunk to the other holders that the owner knows; to an empty tuple if it knows none.
+        named: Maps the index of a chunk to the other holders that the owner named. The tuple may be empty.
         path: The data path of the current attempt.
     """
 
@@ -138,8 +140,8 @@ class ReadRun:
 class BulkRead:
     """Reads a run over one link, in parts. Requests for several parts are in flight at once.
 
-    When the owner of the keys names other holders, the read ends after the parts in flight. The caller then looks up
-    the remaining chunks in one call.
+    If the owner of the keys names other holders, no more parts are requested. The caller then looks up the remaining
+    chunks in one call.
     """
 
     def __init__(self, run: ReadRun, *, verify: bool) -> None:
@@ -198,7 +200,7 @@ class BulkRead:
         yield from self._fill(places, checksums)
 
     def _add_absent(self, places: list[int], reading: messages.Reading) -> None:
-        """Record the chunks that the node does not have. If it was asked as the owner, record the holders it names."""
+        """Record the chunks that the node does not have, and the holders of these chunks if the node names holders."""
         run = self._run
         if not run.locate:
             run.gone += places
@@ -222,7 +224,10 @@ class BulkRead:
             self._check()
 
     def _check(self, *, whole: bool = True) -> None:
-        """Add the full chunks of the current ChunkRun to `arrived` or `corrupt`. `whole`: whether all are full."""
+        """Add the full chunks of the current ChunkRun to `arrived` or `corrupt`.
+
+        `whole` means that all chunks of the ChunkRun are full.
+        """
         filling, (places, expected) = self._filling, self._expected
         self._filling = None
         if filling is None:

@@ -15,27 +15,29 @@ from raykv.transport.pool import ConnectionPool
 from raykv.types import NodeId
 
 PROMOTE_NBYTES: Final = 16 << 20
-"""One request asks a node to promote chunks of at most this many bytes in total, or one larger chunk. To promote is to
-copy from an SSD or file to memory. A reader copies the chunks of one request while the node promotes those of the
-next."""
+"""To promote a chunk is to copy it from an SSD or file to memory. One request asks a node to promote chunks of at most
+this many bytes in total, or one larger chunk. A reader copies the chunks of one request while the node promotes the
+chunks of the next request."""
 PROMOTE_SLACK_S: Final = 0.05
-"""A node may promote chunks until this many seconds before the deadline. The rest is for copying the chunks."""
+"""A node may promote chunks until this many seconds before the deadline. The remaining time is for copying them."""
 
 
 class DataPath(Protocol):
-    """One way to read chunks from members. Thread-safe. `name` is the path's name, such as "shm" or "tcp"."""
+    """One way to read chunks from members (nodes). Thread-safe. `name` is the path's name, such as "shm" or "tcp"."""
 
     name: str
 
     def can_reach(self, member: Member, *, deadline_s: float) -> bool:
-        """Return whether this path can read from a member. The first call for a member may connect to it.
+        """Return whether this path can read from a member. Raises nothing.
 
-        Raises nothing. Returns False if the member does not answer.
+        The first call for a member may connect to the member. If the member does not answer, the result is False.
         """
         ...
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
-        """Read the chunks of a run, and record the outcome in the run. After it returns, nothing writes to the buffers.
+        """Read the chunks of a run, and record the outcome in the run.
+
+        When this method has returned or raised, nothing writes to the buffers any more.
 
         Raises:
             RayKVError: The member does not answer, or refuses. The outcome in the run is valid in this case too.
@@ -47,7 +49,7 @@ class DataPath(Protocol):
         return
 
     def close(self) -> None:
-        """Release all resources. The caller must not read any more."""
+        """Release all resources. The path cannot be used any more."""
         return
 
 
@@ -111,7 +113,7 @@ class LinkPath(DataPath):
 class ShmPath(DataPath):
     """Copies from the shared memory of nodes on this host. The memory of a node is mapped at the first use.
 
-    Requests are sent only to attach to a node, to promote chunks, and to report corrupt chunks.
+    The path sends requests to a node only to attach to it, to promote chunks, and to report corrupt chunks.
     """
 
     name = "shm"
@@ -120,7 +122,7 @@ class ShmPath(DataPath):
         self._pool, self._host, self._threads = environment.pool, environment.host, environment.threads
         self._verify = environment.verify == "always"
         self._readers: dict[tuple[NodeId, int], ShmReader | None] = {}  # None: the memory cannot be mapped
-        self._tiered: set[tuple[NodeId, int]] = set()  # incarnations of nodes with tiers below memory
+        self._tiered: set[tuple[NodeId, int]] = set()  # nodes (with their incarnations) that have tiers below memory
 
     def can_reach(self, member: Member, *, deadline_s: float) -> bool:
         return member.host == self._host and self._reader(member, deadline_s) is not None
@@ -131,7 +133,7 @@ class ShmPath(DataPath):
             raise LostError(f"the memory of {member.node_id!r} cannot be mapped here")
         run.begin("shm")
         absent = self._copy(reader, run, run.missing)
-        if not run.locate:  # with `locate`, the caller looks up other holders of absent chunks instead
+        if not run.locate:  # with `locate`, the caller looks up the holders of absent chunks instead
             if absent and (member.node_id, member.incarnation) in self._tiered:
                 absent = self._promote(member, reader, run, absent, deadline_s)
             run.gone = absent
@@ -155,7 +157,7 @@ class ShmPath(DataPath):
                 absent.append(place)
             elif length != progress.sizes[place]:
                 run.other_size.append(place)
-            elif self._verify:  # corrupt, or replaced during the copy; the node finds out which
+            elif self._verify:  # the chunk is corrupt, or was replaced during the copy; the node checks which is true
                 run.corrupt.append(place)
         return absent
 
@@ -185,12 +187,18 @@ class ShmPath(DataPath):
         return absent
 
     def _call(self, member: Member, request: messages.Message, deadline_s: float) -> messages.Answer:
-        """Send a request over a pooled link to a node's Unix socket. Writers use other links, so they do not wait."""
+        """Send a request over a pooled link to a node's Unix socket.
+
+        Writers do not wait for this request, because they use other links.
+        """
         address = member.endpoints["unix"]
         return self._pool.ask(address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
 
     def _reader(self, member: Member, deadline_s: float) -> ShmReader | None:
-        """Return a member's mapped memory, or None if mapping fails. Each incarnation is mapped at the first call."""
+        """Return a reader of a member's memory, or None if the memory cannot be mapped.
+
+        The memory is mapped at the first call for each incarnation of the member.
+        """
         life = member.node_id, member.incarnation
         if life not in self._readers:
             reader = None
@@ -208,7 +216,10 @@ class ShmPath(DataPath):
         return self._readers.get(life)
 
     def retain(self, members: Collection[Member]) -> None:
-        """Drop the other readers. Do not close them: a thread may be copying. Garbage collection unmaps the memory."""
+        """Drop the readers of all nodes that are not in `members`.
+
+        These readers are not closed, because a thread may still copy. Garbage collection unmaps their memory.
+        """
         lives = {(member.node_id, member.incarnation) for member in members}
         self._readers = {life: reader for life, reader in list(self._readers.items()) if life in lives}
         self._tiered &= lives

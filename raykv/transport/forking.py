@@ -1,7 +1,7 @@
 """Cleanup in the child of a fork.
 
-Connections belong to the parent. The child closes its descriptors and sends nothing, since a shutdown or a message
-would reach the parent's peer. When the child first needs a connection, it makes a new one.
+Connections belong to the parent. The child closes its descriptors and sends nothing, because a shutdown or a message
+would reach the parent's peer. The child makes new connections when it needs them.
 """
 
 import os
@@ -13,7 +13,7 @@ class Forkable(Protocol):
     """An object with state that a forked child must not share with its parent."""
 
     def after_fork(self) -> None:
-        """Clean up in the child. Send nothing. Make new locks, since threads of the parent may hold the old ones."""
+        """Clean up in the child. Send nothing. Make new locks, because threads of the parent may hold the old locks."""
         ...
 
 

@@ -1,6 +1,6 @@
 """The handshake: each end of a new connection verifies that its peer belongs to the cluster.
 
-Over TCP each end proves that it knows the cluster's secret: it sends an HMAC over fresh nonces of both ends. Over a
+Over TCP each end proves that it knows the cluster's secret. The proof is an HMAC over fresh nonces of both ends. Over a
 Unix socket the kernel reports the peer's user. Each end accepts only its own user, and the secret is empty.
 
     client: "raykv", version, nonce   ->   server: "raykv", version, nonce, proof   ->   client: proof   ->   server: 1
@@ -43,10 +43,12 @@ def greet_server(stream: Stream, secret: bytes, deadline_s: float) -> None:
 
 
 def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadline_s: float) -> None:
-    """Do the server's part of the handshake. If the client knows the secret, call `admit`, which may refuse it.
+    """Do the server's part of the handshake.
+
+    If the client knows the secret, call `admit`. This function may raise PeerUnavailable to refuse the client.
 
     Raises:
-        PeerUnavailable: The client does not answer, or `admit` refused it.
+        PeerUnavailable: The client does not answer, or `admit` refused the client.
         ProtocolError: The client speaks another protocol or version, or has another secret.
     """
     nonce = secrets.token_bytes(32)
@@ -76,7 +78,7 @@ def read_greeting(raw: bytes) -> bytes:
 
 
 def proof(secret: bytes, role: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """Return the proof that the sender knows the secret. It is valid only for one connection and one direction."""
+    """Return the proof that the sender knows the secret. A proof is valid for one connection and one role only."""
     return hmac.digest(secret, role.encode() + client_nonce + server_nonce, hashlib.sha256)
 
 

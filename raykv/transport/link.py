@@ -15,7 +15,7 @@ from raykv.transport.handshake import greet_server, require_same_user
 from raykv.transport.stream import Stream
 
 TICK_S: Final = 0.01
-"""A call over a link may overrun its deadline by this many seconds at most."""
+"""A call over a link may overrun its deadline by at most this many seconds."""
 MAX_REQUEST_ID: Final = 0xFFFFFFFF
 
 
@@ -117,16 +117,16 @@ class Link:
         self._posted.append(request_id)
 
     def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
-        """Wait for the answer to the oldest of the posted requests whose answers are not collected yet.
+        """Wait for the next answer. The answers come in the order of the posted requests.
 
         Args:
-            place: For a read, a function that takes the answer and returns the buffers to fill with the payload. Their
-                total length must be that of the payload. After an error, a buffer may be partly filled. When `collect`
-                has ended, nothing writes to the buffers any more.
+            place: For a read, a function that takes the answer and returns the buffers to fill with the payload. The
+                buffers must have the total length of the payload. After an error, a buffer may be partly filled. When
+                `collect` has returned or raised, nothing writes to the buffers any more.
 
         Raises:
             PeerUnavailable: No answer arrived by the deadline, or the connection broke. The link is closed.
-            ProtocolError: The peer sent something other than this answer. The link is closed.
+            ProtocolError: The peer sent something other than the expected answer. The link is closed.
             RayKVError: The node refused the request. The link can still be used.
         """
         self._require_open()
@@ -138,14 +138,14 @@ class Link:
                 for run in place(answer):
                     self._stream.fill(run, deadline_s)
         except BaseException:
-            self.close()  # the position in the byte stream is lost
+            self.close()  # the link cannot be used any more, because its position in the byte stream is unknown
             raise
         if isinstance(answer, Failure):
             raise_failure(answer)
         return answer
 
     def _receive(self, request_id: int, deadline_s: float) -> Answer:
-        """Receive the answer to one request. Raises ProtocolError if an answer to another request arrives."""
+        """Receive the answer to a request. Raises ProtocolError if the answer to another request arrives instead."""
         answer, header = self._stream.message(deadline_s)
         self.epoch = max(self.epoch, header.epoch)
         if header.request_id != request_id:
@@ -155,9 +155,9 @@ class Link:
         return answer  # type: ignore[return-value]  # callers check the type of the answer
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until `collect` would not block. Returns False after a time-out, or if no request is posted.
+        """Wait until `collect` would not block. Returns False after a time-out, or if no answer is due.
 
-        Also returns True for a broken or closed connection: the next `collect` raises the error.
+        Returns True for a broken or closed connection too, because the next `collect` raises the error at once.
         """
         return self.closed or (bool(self._posted) and self._stream.wait_ready(timeout_s))
 

@@ -13,7 +13,7 @@ from raykv.transport.link import Link
 T = TypeVar("T")
 
 FAIR_S: Final = 0.05
-"""A call that misses its deadline trips the breaker only if it began at least this many seconds before its deadline."""
+"""A call that misses its deadline trips the breaker only if the call began this many seconds before its deadline."""
 
 
 class ConnectionPool:
@@ -22,7 +22,7 @@ class ConnectionPool:
     Attributes:
         secret: The cluster's secret, for new links.
         epoch: The greatest epoch in any answer so far. An epoch is the version of the sender's list of members.
-        failures: Number of requests that tripped a breaker, or that a tripped breaker refused.
+        failures: Number of requests that tripped a breaker, or were refused because a breaker had tripped.
     """
 
     def __init__(self, secret: bytes, *, breaker_s: float, max_idle: int) -> None:
@@ -39,7 +39,7 @@ class ConnectionPool:
         return time.monotonic() >= self._tripped_until_s.get(address, 0.0)
 
     def ask(self, address: str, request: Callable[[Link], T], *, deadline_s: float) -> T:
-        """Run `request` on a link to `address`. `request` must be idempotent.
+        """Run `request` on a link to `address`. The request must be idempotent, because it may run twice.
 
         An idle link may be dead because the node has restarted. In that case `request` runs again on a new link.
 
@@ -64,7 +64,7 @@ class ConnectionPool:
                 if short and late:
                     raise
                 self.close_idle(address)
-                if late:  # the node hangs: on a dead connection, the request would have failed at once
+                if late:  # the node hangs, because on a dead connection the request would have failed at once
                     self._trip(address)
                     raise
         try:
@@ -81,7 +81,7 @@ class ConnectionPool:
             good = True
             return result
         except RayKVError as error:
-            good = not isinstance(error, TransientError)  # the node refused the request: the link is fine
+            good = not isinstance(error, TransientError)  # if the node refused the request, the link still works
             raise
         finally:
             self.epoch = max(self.epoch, link.epoch)
@@ -105,7 +105,7 @@ class ConnectionPool:
             link.close()
 
     def retain(self, addresses: Container[str]) -> None:
-        """Close the idle links to every address that is not in `addresses`, and reset the breaker of that address."""
+        """Close the idle links to all addresses that are not in `addresses`, and reset the breakers of these nodes."""
         for address in {*self._idle, *self._tripped_until_s}:
             if address not in addresses:
                 self.close_idle(address)
@@ -116,5 +116,5 @@ class ConnectionPool:
         self.retain(())
 
     def after_fork(self) -> None:
-        """Start without links in the child. Each inherited link closes itself by its own `after_fork`."""
+        """Start without links in the child. The inherited links are closed by their own `after_fork`."""
         self._lock, self._idle = threading.Lock(), {}

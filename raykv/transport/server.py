@@ -1,8 +1,8 @@
 """The server end of connections over TCP and Unix sockets.
 
-The server has a thread for each connection, and blocking sockets. Most of the work is system calls, which release the
-GIL. A slow client delays only its own thread. Bytes are sent from the arena and received into the arena without an
-intermediate copy.
+The server has blocking sockets, and a thread for each connection. Most of the work is system calls, which release the
+GIL. A slow client delays only the thread of its connection. Bytes are sent from the arena and received into the arena
+without an intermediate copy.
 """
 
 import logging
@@ -30,12 +30,15 @@ MAX_HANDSHAKES: Final = 64
 """At most this many handshakes run at once. A new connection beyond this limit ends the oldest handshake."""
 MAX_LOG_LINES: Final = 5
 LOG_EVERY_S: Final = 60.0
-"""`LogLimit` writes at most MAX_LOG_LINES lines in LOG_EVERY_S seconds. So a peer that repeats a failing request does
-not fill the log."""
+"""`LogLimit` writes at most MAX_LOG_LINES lines in LOG_EVERY_S seconds, so that a peer that repeats a failing request
+does not fill the log."""
 
 
 class LogLimit:
-    """Logs at most MAX_LOG_LINES lines in LOG_EVERY_S seconds. The next line gives the number left out. Thread-safe."""
+    """Logs at most MAX_LOG_LINES lines in LOG_EVERY_S seconds. Thread-safe.
+
+    The next line that is logged reports how many lines were left out before it.
+    """
 
     def __init__(self, log: logging.Logger) -> None:
         self._log, self._lock = log, threading.Lock()
@@ -43,7 +46,7 @@ class LogLimit:
         self._lines = self._left_out = 0
 
     def write(self, level: int, text: str, *arguments: object, trace: bool = False) -> None:
-        """Log a line, or count it as left out. `trace`: add the stack of the current exception."""
+        """Log a line, or count the line as left out. `trace`: whether to add the stack of the current exception."""
         if not self._log.isEnabledFor(level):
             return
         now_s = time.monotonic()
@@ -63,23 +66,28 @@ class LogLimit:
 class SocketServer:
     """Listens on one address, and serves each connection in a thread of its own.
 
-    Connections in the handshake have their own limit, so that strangers cannot use up the cluster's connections.
+    Connections in the handshake have a limit of their own, so that strangers cannot use up the cluster's connections.
 
     Attributes:
         address: The address that the server listens on, with the actual port.
-        refused: Number of connections that failed the handshake, or were above a limit.
-        bugs: Number of connections that an unexpected exception ended. The log has the stacks.
+        refused: Number of connections that failed the handshake, or exceeded a limit.
+        bugs: Number of connections that ended by an unexpected exception. The log has the stacks.
     """
 
     def __init__(
         self, service: Service, address: str, secret: bytes, *, io_timeout_s: float, max_connections: int
     ) -> None:
-        """Start to listen, or raise ConfigError. Clients that connect before `serve` is called have to wait.
+        """Start to listen. Clients that connect before `serve` is called have to wait.
 
         Args:
+            service: Handles the requests.
+            address: "host:port", "unix:/path", or "unix:@name" for an abstract Unix socket.
             secret: The cluster's secret; not used over Unix sockets.
-            io_timeout_s: A peer that stalls for this long within a message or payload is disconnected.
+            io_timeout_s: If a peer stalls for this long within a message or payload, the connection is ended.
             max_connections: Limit of connections after the handshake. Further connections are refused.
+
+        Raises:
+            ConfigError: The server cannot listen on the address.
         """
         self._service, self._io_timeout_s, self._max_connections = service, io_timeout_s, max_connections
         self._listener, self.address = listen(address)
@@ -125,7 +133,7 @@ class SocketServer:
             except OSError:
                 if self._closed.is_set():
                     return
-                time.sleep(0.05)  # probably no descriptor is free until a connection ends
+                time.sleep(0.05)  # probably no file descriptor is free, so wait until a connection ends
                 continue
             if not self._start_thread(connection):
                 self.refused += 1
@@ -147,7 +155,7 @@ class SocketServer:
         return True
 
     def _admit(self, connection: socket.socket) -> None:
-        """Move a connection from the handshakes to the open ones. Raises PeerUnavailable if too many are open."""
+        """Record that a connection has passed the handshake. Raises PeerUnavailable if too many are open already."""
         with self._lock:
             if self._closed.is_set() or len(self._connections) >= self._max_connections:
                 raise PeerUnavailable(f"{self._max_connections} connections already")

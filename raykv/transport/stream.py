@@ -4,7 +4,8 @@ The socket is blocking. The kernel ends each wait after a tick (socket options S
 the methods can check the deadline. Python's own time-outs would need a `poll` before each system call.
 
 A short message is received into a buffer of READ_AHEAD_NBYTES. The same system call may also receive the first bytes of
-the payload, which are copied to their target later. All other payload bytes go directly into their target.
+the payload. These bytes are copied to their target later. All other payload bytes are received directly into their
+target.
 """
 
 import math
@@ -25,10 +26,10 @@ from raykv.transport.base import ChunkRun, Runs
 
 READ_AHEAD_NBYTES: Final = 4096
 STEP_NBYTES: Final = 1 << 20
-"""A server passes at most this many payload bytes to one `sendmsg`. A peer that does not accept them within a time
-limit is disconnected."""
+"""A server passes at most this many payload bytes to one `sendmsg`. If a peer does not accept these bytes within a time
+limit, the server ends the connection."""
 STEP_PIECES: Final = 1024
-"""One `sendmsg` or `recvmsg_into` gets at most this many views. Linux refuses more (IOV_MAX)."""
+"""One `sendmsg` or `recvmsg_into` gets at most this many views, because Linux refuses more (IOV_MAX)."""
 
 _HEADER_NBYTES: Final = HEADER.size
 _WAITALL: Final = socket.MSG_WAITALL
@@ -41,8 +42,8 @@ _LATE_END: Final = 1  # `receive` in native/ returns this after the deadline
 class Stream:
     """Both directions of one connection. Not thread-safe.
 
-    Methods raise PeerUnavailable when the deadline has passed or the connection is lost. The stream may then be in the
-    middle of a message, so the caller must close it.
+    Methods raise PeerUnavailable when the deadline has passed or the connection is lost. After this error the stream
+    may be in the middle of a message, so the caller must close the socket.
     """
 
     def __init__(self, connection: socket.socket, *, tick_s: float) -> None:
@@ -77,7 +78,7 @@ class Stream:
                 self._send_some(list(run[first : first + STEP_PIECES]), deadline_s)
 
     def _send_some(self, pieces: list[memoryview], deadline_s: float) -> None:
-        """Send at most STEP_PIECES pieces. There is one attempt even if the deadline has passed."""
+        """Send at most STEP_PIECES pieces. Even if the deadline has passed, there is one attempt."""
         while pieces:
             try:
                 sent = self.socket.sendmsg(pieces)
@@ -124,7 +125,8 @@ class Stream:
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until a message has arrived, or the first READ_AHEAD_NBYTES of a long message.
 
-        Returns False after a time-out. Also returns True for a broken connection: the next `message` raises the error.
+        Returns False after a time-out. Returns True for a broken connection too, because the next `message` raises the
+        error at once.
         """
         until_s = time.monotonic() + timeout_s
         try:
@@ -180,7 +182,7 @@ class Stream:
         return bytes(raw)
 
     def fill(self, run: Sequence[memoryview] | ChunkRun, deadline_s: float) -> None:
-        """Fill views in order. If possible, compiled code receives and hashes the chunks of a ChunkRun."""
+        """Fill views in order. If possible, compiled code fills the views of a ChunkRun, and computes checksums."""
         if not isinstance(run, ChunkRun):
             self._fill_views(run, deadline_s)
         elif native.loops is not None and run.sizes and min(run.sizes) > TINY_NBYTES:
@@ -211,7 +213,7 @@ class Stream:
             pieces = _after(pieces, self._receive(pieces[:STEP_PIECES], _WAITALL))
 
     def _use_read_ahead(self, views: Sequence[memoryview]) -> list[memoryview]:
-        """Fill views with the bytes that were read ahead. Returns the views that are still to be filled."""
+        """Fill views with the bytes that were read ahead. Returns the views that are not full yet."""
         left = list(views)
         while left and self._start < self._end:
             piece = left[0]
