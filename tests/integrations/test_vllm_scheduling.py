@@ -28,7 +28,11 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import KVEventsConfig  # noqa: E402
 from vllm.distributed.kv_events import BlockStored  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
@@ -624,6 +628,18 @@ def test_orders_of_a_step_whose_block_tables_vllm_has_dropped_save_nothing(model
         step = engine.scheduler.schedule()
     assert step.kv_connector_metadata.saves
     assert not engine.scheduler.connector.build_connector_meta(step).saves
+    engine.close()
+
+
+def test_a_handshake_that_a_multi_connector_has_lost_is_refused(model: Path, cluster: raykv.EmbeddedCluster):
+    """VLLM's MultiConnector passes on the first handshake of its connectors, and drops the others."""
+    engine = Engine(model, cluster.address(0), random.Random(1))
+    other = SimpleNamespace(get_handshake_metadata=KVConnectorHandshakeMetadata)
+    multi = MultiConnector.__new__(MultiConnector)
+    multi._connectors = [other, engine.worker]
+    handshakes = {(0, 0): multi.get_handshake_metadata()}
+    with pytest.raises(raykv.ConfigError, match=r"'connectors'.*KVConnectorHandshake.*put RayKVConnector first"):
+        engine.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
     engine.close()
 
 

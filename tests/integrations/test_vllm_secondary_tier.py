@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -356,6 +357,33 @@ def test_after_a_reset_nothing_older_is_found_and_nothing_newer_is_shared(start:
     assert engine.read(keys_of(range(10, 14))) == [True] * 4
     assert not any(other.read(keys_of(range(10, 14))))
     assert other.read(keys_of(range(4))) == [True] * 4
+
+
+def test_a_reset_waits_for_running_jobs_and_cancels_queued_ones(start: Start, cluster: raykv.EmbeddedCluster):
+    """VLLM gives the rows of all jobs to other chunks right after the reset."""
+    engine = start(cluster.address())
+    store, may_end = engine.tier._store, threading.Event()
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def store_slowly(client: raykv.Client, job: Any, timeout_s: float) -> Any:
+        begun.append(job.job_id)
+        may_end.wait(WAIT_S)
+        result = store(client, job, timeout_s)
+        ended.append(job.job_id)
+        return result
+
+    engine.tier._store = store_slowly
+    for number in range(3):
+        engine.offload(keys_of(range(number, number + 1)))
+    wait_until(lambda: begun)
+    timer = threading.Timer(0.2, may_end.set)
+    timer.start()
+    assert engine.connector.reset_cache() is not False
+    assert len(begun) == len(ended) == 1
+    timer.join()
+    engine.new_request()
+    assert stored_again(engine)
 
 
 def test_an_engine_may_stop_while_chunks_are_on_their_way(start: Start, cluster: raykv.EmbeddedCluster):

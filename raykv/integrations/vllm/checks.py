@@ -1,5 +1,6 @@
 """Refuses engines that the connector does not support. The error names the field and the remedy."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from vllm.config import get_current_vllm_config_or_none
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 
 from raykv.errors import ConfigError
 from raykv.integrations.vllm.config import ConnectorConfig
+from raykv.integrations.vllm.metadata import WorkerNamespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,6 +74,23 @@ def check_offloading(vllm_config: "VllmConfig") -> None:
             "enable_lora=True: a tier learns only the names of adapters, so RayKVTier cannot tell two versions of an "
             "adapter apart; use RayKVConnector, or set enable_lora=False"
         )
+
+
+def check_handshakes(handshakes: Collection[object]) -> list[WorkerNamespace]:
+    """Return the handshakes of this connector's workers. Refuse an engine that has lost them.
+
+    Raises:
+        ConfigError: There are none. The message names the field and the remedy.
+    """
+    names = {type(each).__name__ for each in handshakes}
+    workers = [each for each in handshakes if isinstance(each, WorkerNamespace)]
+    if not workers:
+        raise ConfigError(
+            f"field 'connectors' of MultiConnector: vLLM passes on the handshake of one connector only, and that is "
+            f"{', '.join(sorted(names)) or 'none'}; put RayKVConnector first, and leave out connectors that need a "
+            "handshake of their own, such as NixlConnector"
+        )
+    return workers
 
 
 def check_cache(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: ConnectorConfig) -> None:

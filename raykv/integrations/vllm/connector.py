@@ -30,7 +30,7 @@ import raykv
 from raykv.errors import RayKVError, UsageError
 from raykv.integrations.kv_layout import layout_of
 from raykv.integrations.vllm import register
-from raykv.integrations.vllm.checks import check_cache, check_engine
+from raykv.integrations.vllm.checks import check_cache, check_engine, check_handshakes
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.epochs import Statement
@@ -129,7 +129,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        workers = [one for one in metadata.values() if isinstance(one, WorkerNamespace)]
+        workers = check_handshakes(metadata.values())
         namespaces = {one.rank: one.namespace for one in workers}
         logger.info("raykv connector: %r", self._config)
         self.scheduler_side = SchedulerSide(

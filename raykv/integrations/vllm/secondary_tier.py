@@ -233,16 +233,19 @@ class RayKVTier(SecondaryTierManager):
         return [self._result(*self._jobs.pop(job_id)) for job_id in ended]
 
     def drain_jobs(self) -> None:
-        """Wait for all jobs, at most until their timeouts. Then use names that no chunk has had so far.
+        """Cancel queued jobs, and wait for the running ones. Then use names that no chunk has had so far.
 
         vLLM calls this when it resets its cache, for example after an update of the weights. The new weights are
         unknown here. So from now on this tier finds only what it stores after this call, and shares nothing.
+
+        This must wait, at most until the timeouts: right after this call, vLLM gives the rows of running jobs to other
+        chunks.
         """
-        wait([future for _, future in self._jobs.values()])
+        wait([future for _, future in self._jobs.values() if not future.cancel()])
         self._scope = Scope(salt=f"after a reset: {secrets.token_hex(16)}")
 
     def shutdown(self) -> None:
-        """Cancel queued jobs, wait for the running ones, and disconnect."""
+        """Cancel queued jobs, wait for the running ones, and disconnect. vLLM then unmaps the rows."""
         self._lookups.shutdown()
         self._loader.shutdown(cancel_futures=True)
         self._saver.shutdown(cancel_futures=True)
@@ -328,8 +331,8 @@ class RayKVTier(SecondaryTierManager):
         return self._rows[chunk * self.block_size_bytes : (chunk + 1) * self.block_size_bytes]
 
     def _result(self, job: TransferJob, future: "Future[_Moved]") -> JobResult:
-        error = future.exception()
-        moved = _Moved((), str(error)) if error else future.result()
+        error = None if future.cancelled() else future.exception()
+        moved = _Moved((), str(error or "")) if error or future.cancelled() else future.result()
         if error is not None and not isinstance(error, RayKVError):
             logger.error("a job failed because of a defect in raykv", exc_info=error)
         self._log_rarely(moved.reason)
