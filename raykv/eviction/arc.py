@@ -15,7 +15,7 @@ class ARC(Policy):
     """Two LRU queues. Queue 0 has the chunks that were not read since they were stored. Queue 1 has all other chunks.
 
     The policy remembers the keys that were last evicted from each queue. If such a key is stored again, its chunk was
-    evicted too early. So the target length of that queue becomes larger, and the chunk is put into queue 1.
+    evicted too early. So the queue that lost the chunk gets a larger target length, and the chunk is put into queue 1.
 
     Source: ARC (Megiddo and Modha, FAST 2003). There are two differences from the paper. The policy sees reads only
     when it chooses victims. All victims of one choice use the same target length.

@@ -27,7 +27,7 @@ Order = Callable[[Rows], Scores]
 """A function of rows. It returns one score per row. The row with the lowest score is evicted first."""
 
 SECOND_CHANCE_ROUNDS: Final = 16
-"""One choice of victims has at most this many rounds of second chances. After these rounds, no row gets another one."""
+"""One choice of victims has at most this many rounds of second chances. Afterwards no row gets another chance."""
 
 
 class Policy(ABC):
@@ -39,8 +39,8 @@ class Policy(ABC):
 
     Attributes:
         name: Name in reports.
-        leaf_first: Whether to evict a chunk only after all chunks that follow it in a chain. The reason is that a chunk
-            without its parent can never be matched.
+        leaf_first: Whether to evict a chunk only after all chunks that follow it in a chain. Without its parent, a
+            chunk can never be matched.
         drifts: Whether scores change with time, and not only with reads.
         queues: Number of queues to which `queue` assigns the rows.
         capacity: Number of chunks in a full cache; None if unknown.
@@ -104,7 +104,7 @@ def key_numbers(columns: Columns, rows: Rows) -> list[int]:
 def single_order(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Order:
-    """Combine all queues and ranks into one order. Within a rank, the rows that `shares` takes come first."""
+    """Combine all queues and ranks into one order. Within a rank, rows that `shares` takes from queues come first."""
     ranked = ranks if ranks is not None and ranks(candidates, now).any() else None
     if policy.queues == 1 and ranked is None:
         return lambda rows: policy.score(columns, rows, now)
@@ -142,8 +142,8 @@ def victims(
         count: Number of rows to choose.
         now: Time in ticks.
         ranks: Gives a rank to each row. Rows of lower rank are chosen first, whatever their scores.
-        may_go: Required if the candidates are a sample. With a leaf-first policy, a parent outside the sample is also
-            chosen after its last child, if `may_go(parent)` is True.
+        may_go: Required if the candidates are a sample. With a leaf-first policy, a parent outside the sample may be
+            chosen too: after all its children, if `may_go(parent)` is True.
 
     Returns:
         The rows in the order of eviction; fewer than `count` if no more rows may be evicted.
@@ -185,9 +185,9 @@ def _from_all(columns: Columns, candidates: Rows, count: int, order: Order, *, l
 
 
 def _from_sample(columns: Columns, candidates: Rows, count: int, order: Order, may_go: MayGo) -> Rows:
-    """Choose rows without children from the sample, in order. When all children of a row are chosen, the row follows.
+    """Choose rows without children from the sample, in order.
 
-    A row that follows its children may be outside the sample.
+    When all children of a row are chosen, the row becomes a candidate too, even if it is outside the sample.
     """
     leaves = candidates[columns.children[candidates] == 0]
     leaves = lowest(columns, leaves, order(leaves), min(count, len(leaves)))

@@ -28,7 +28,8 @@ LEVELS: Final = 64
 """Counts above LEVELS - 1 are treated as LEVELS - 1."""
 GHOSTS_SHARE: Final = 8
 GHOSTS_MOST: Final = 1 << 18
-"""The policy remembers at most GHOSTS_SHARE evicted chunks (ghosts) per chunk in the cache, and at most GHOSTS_MOST."""
+"""Ghosts are evicted chunks that the policy remembers: at most GHOSTS_SHARE per chunk in the cache, and at most
+GHOSTS_MOST in total."""
 GHOSTS_OBSERVE_SHARE: Final = 4
 """When 1/GHOSTS_OBSERVE_SHARE of the ghosts is new, the policy records for all ghosts how long they were not read."""
 OBSERVE_SHARE: Final = 32
@@ -50,7 +51,7 @@ _ROW: Final = np.dtype(
         ("kind", "<i4"),  # the class, with 0 for the feature "often"; a class is a number (see `Hazards`)
         ("turn", "<i4"),  # number of the turn in its conversation; see `HitDensity._place`
         ("place", "<i4"),  # position of the chunk in its turn
-        ("earlier", "<u4"),  # if the chunk was evicted and stored again: its reads before that
+        ("earlier", "<u4"),  # number of reads before the chunk was evicted and stored again
         ("weight", "<f8"),  # 1 / number of chunks stored together
         ("last_read", "<u4"),  # `accessed` at the last check
         ("reads", "<u4"),  # `frequency` at the last check

@@ -25,7 +25,7 @@ class GroupPolicies:
     replaces the policy.
 
     Attributes:
-        default: The policy of all quota groups that have no own policy.
+        default: The policy of all quota groups that have no policy of their own.
     """
 
     def __init__(self, default: Policy, columns: Columns, ranks: Ranks | None = None) -> None:

@@ -14,11 +14,11 @@ age, so 65 buckets are enough for ages of 32 bits."""
 AHEAD: Final = 8
 """This many buckets above the highest observed age are in use too."""
 AT_ONCE: Final = 1 << 14
-"""Observations are buffered. They are counted when the counts are needed, or when there are this many."""
+"""Observations are buffered. They are counted when the counts are needed, or when there are this many observations."""
 LEVEL: Final = 2.0
 BELIEF: Final = 4.0
-"""The prior is that a class behaves like similar classes. Its weight is LEVEL reads for a whole class, and BELIEF reads
-for one bucket of a class."""
+"""The prior is that a class behaves like similar classes. The prior has the weight of LEVEL reads for a whole class,
+and of BELIEF reads for one bucket of a class."""
 
 _EDGES: Final = np.concatenate([[0.0], 2.0 ** (np.arange(AGES) / 2)])
 _WIDTHS: Final = np.diff(_EDGES)
@@ -40,6 +40,7 @@ class Hazards:
     def __init__(self, digits: tuple[int, ...]) -> None:
         self._digits, self.classes = digits, int(np.prod(digits))
         self._reads = np.zeros((self.classes, AGES))
+        # An interval is a range of ages in which a chunk was not read; see `add_unread`.
         self._ticks = np.zeros((self.classes, AGES))  # observed ticks in the first and last bucket of each interval
         # Number of intervals that cover the whole bucket. The array holds the difference from the bucket before.
         self._whole = np.zeros((self.classes, AGES + 1))
@@ -103,7 +104,7 @@ class Hazards:
         for _ in self._digits:
             sums.append(tuple(each.sum(axis=-2) for each in sums[-1]))
         all_reads, all_ticks = sums.pop()
-        # The prior: the chance of a read is proportional to 1 / age.
+        # For all classes together, the prior is that the chance of a read is proportional to 1 / age.
         chance = (all_reads.sum() + 1.0) / ((all_ticks / middles).sum() + 1.0) / middles
         chance = (all_reads + BELIEF) / (all_ticks + BELIEF / chance)
         for reads_here, ticks_here in reversed(sums):

@@ -1,4 +1,4 @@
-"""Chooses one victim at a time. The choice of a victim does not score all rows."""
+"""Chooses one victim at a time. The choice of a victim does not need the scores of all rows."""
 
 import heapq
 from typing import Any, Final
@@ -19,8 +19,8 @@ class EvictionOrder:
     """The rows of a cache in the order in which a policy evicts them: one heap per queue.
 
     A heap entry holds the score that its row had when the entry was pushed. When an entry is popped and its row was
-    read meanwhile, the row is pushed again with a new score. So the order is exact if only reads change scores, and
-    only to higher scores. If scores change with time, the order is that of the last scoring of all rows.
+    read meanwhile, the row is pushed again with a new score. So the order is exact if only reads change scores, and if
+    a read never lowers a score. If scores change with time, the order is that of the last scoring of all rows.
     """
 
     def __init__(self, policy: Policy, columns: Columns) -> None:
@@ -59,10 +59,10 @@ class EvictionOrder:
         self._push(np.array(moved, np.int32), now)
 
     def next(self, now: int, protected: Bits) -> int:
-        """Remove and return the row to evict next, but no row that is True in `protected`. Return -1 if there is none.
+        """Remove and return the row to evict next; -1 if there is none. Rows that are True in `protected` are skipped.
 
         The caller must evict the row. Before the row's columns change, the caller must call the policy's `on_remove`.
-        The caller must also decrement the `children` of the parent, and call `on_childless` if the result is 0.
+        The caller must also decrement the `children` of the parent, and call `on_childless` if `children` is then 0.
         """
         if self._policy.drifts and self._until_rescore <= 0:
             self._rescore(now, RESCORE_LEAST + 2 * sum(self._sizes) // RESCORE_SHARE)

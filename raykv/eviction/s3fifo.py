@@ -23,8 +23,8 @@ MOST_ROUNDS: Final = 3
 class S3FIFO(Policy):
     """Queue 0 (small) takes new chunks. Queue 1 (main) takes chunks that are likely to be read again.
 
-    A chunk is likely to be read again if it was read READS_TO_STAY times in queue 0. The same holds if it is stored
-    again after its eviction from queue 0.
+    A chunk is likely to be read again if it was read READS_TO_STAY times in queue 0, or if it is stored again after an
+    eviction from queue 0.
 
     Source: S3-FIFO (Yang et al., SOSP 2023), with the parameters given there.
     """
