@@ -5,7 +5,7 @@ to the client's buffers. For a write, the client sends chunk bytes after the ans
 intermediate buffer.
 
 Requests can be pipelined: `Link.post` sends a request without waiting, and `Link.collect` receives the answers in the
-order of the requests. Each request of a link has a number, and its answer carries the same number.
+order of the requests. Each request of a link has a number, and its answer has the same number.
 """
 
 import time
@@ -27,7 +27,7 @@ previous one. So a generator can hash a run while its bytes are in the CPU cache
 
 @dataclass(slots=True)
 class ChunkRun:
-    """Buffers of several chunks. One call of `Stream.fill` fills them in order. Compiled code may hash them on arrival.
+    """Buffers of several chunks. One call of `Stream.fill` fills them in order. Compiled code may hash the bytes too.
 
     Attributes:
         chunks: The buffers of each chunk. Iterating over the run yields the buffers of all chunks.

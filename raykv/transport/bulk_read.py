@@ -105,11 +105,11 @@ class ReadRun:
         holder: The node to read from.
         places: Indices in the `get` of the chunks to read, in rising order.
         locate: Whether the node is asked as the owner of the keys. If so, the node sends the chunks that it has, and
-            names holders of the other chunks. Chunks that are neither in `arrived` nor in `named` are not decided: the
-            caller must look them up (`Locate`).
+            names holders of the other chunks. For chunks that are neither in `arrived` nor in `named`, the caller must
+            look up the holders (`Locate`).
         arrived: Indices of the chunks whose buffers are filled.
         gone: Indices of the chunks that the holder was expected to have, but does not have.
-        corrupt: Indices of the chunks whose bytes did not match the checksum. The holder is asked to check them.
+        corrupt: Indices of the chunks whose bytes did not match the checksum. The holder is asked to check the chunks.
         other_size: Indices of the chunks whose length at the holder differs from the buffer's.
         named: Maps the index of a chunk to the other holders that the owner named. The tuple may be empty.
         path: The data path of the current attempt.

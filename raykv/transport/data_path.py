@@ -19,7 +19,7 @@ PROMOTE_NBYTES: Final = 16 << 20
 this many bytes in total, or one larger chunk. A reader copies the chunks of one request while the node promotes the
 chunks of the next request."""
 PROMOTE_SLACK_S: Final = 0.05
-"""A node may promote chunks until this many seconds before the deadline. The remaining time is for copying them."""
+"""A node may promote chunks until this many seconds before the deadline. The remaining time is for the copies."""
 
 
 class DataPath(Protocol):
@@ -84,7 +84,8 @@ class PathEnvironment(NamedTuple):
     Attributes:
         pool: Links for requests to nodes. The reader closes the pool.
         host: Identity of the reader's host.
-        verify: "always" compares all checksums, "remote" only those of reads over links, "never" none.
+        verify: "always": compare all checksums. "remote": compare only checksums of reads over links. "never": compare
+            no checksums.
         threads: Threads for large copies.
     """
 

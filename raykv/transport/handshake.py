@@ -45,7 +45,7 @@ def greet_server(stream: Stream, secret: bytes, deadline_s: float) -> None:
 def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadline_s: float) -> None:
     """Do the server's part of the handshake.
 
-    If the client knows the secret, call `admit`. This function may raise PeerUnavailable to refuse the client.
+    If the client knows the secret, call `admit`. `admit` may raise PeerUnavailable to refuse the client.
 
     Raises:
         PeerUnavailable: The client does not answer, or `admit` refused the client.

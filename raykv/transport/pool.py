@@ -13,7 +13,7 @@ from raykv.transport.link import Link
 T = TypeVar("T")
 
 FAIR_S: Final = 0.05
-"""A call that misses its deadline trips the breaker only if the call began this many seconds before its deadline."""
+"""A call that misses its deadline trips the breaker only if the call had at least this many seconds."""
 
 
 class ConnectionPool:
@@ -45,7 +45,7 @@ class ConnectionPool:
 
         Raises:
             PeerUnavailable: The node does not answer in time, or its breaker has tripped.
-            RayKVError: `request` raised it.
+            RayKVError: `request` raised this error.
         """
         if not self.available(address):
             self.failures += 1

@@ -155,7 +155,7 @@ class SocketServer:
         return True
 
     def _admit(self, connection: socket.socket) -> None:
-        """Record that a connection has passed the handshake. Raises PeerUnavailable if too many are open already."""
+        """Record that a connection passed the handshake. Raises PeerUnavailable if too many connections are open."""
         with self._lock:
             if self._closed.is_set() or len(self._connections) >= self._max_connections:
                 raise PeerUnavailable(f"{self._max_connections} connections already")
@@ -185,7 +185,7 @@ class SocketServer:
             connection.close()
 
     def _shake_hands(self, connection: socket.socket) -> Stream:
-        """Do the handshake. Raises RayKVError if the client fails it, or if too many connections are open."""
+        """Do the handshake. Raises RayKVError if the handshake fails, or if too many connections are open."""
         if self._local:
             give_way()
             require_same_user(connection)
@@ -198,7 +198,7 @@ class SocketServer:
         return stream
 
     def _request(self, stream: Stream) -> tuple[Message, int]:
-        """Receive one request and its number. If it cannot be decoded, send a Failure and raise ProtocolError."""
+        """Receive a request and its number. If the request cannot be decoded, send Failure and raise ProtocolError."""
         stall_s, request_id = self._io_timeout_s, 0
         try:
             header = stream.header(time.monotonic() + stall_s)

@@ -152,7 +152,7 @@ class Stream:
         return len(here) >= min(_HEADER_NBYTES + length, READ_AHEAD_NBYTES)
 
     def _read_ahead(self, flags: int = 0) -> int:
-        """Read bytes into the buffer. Returns how many. Waits for up to a tick, unless `flags` is MSG_DONTWAIT."""
+        """Read bytes into the buffer. Returns their number. Waits for up to a tick, unless `flags` is MSG_DONTWAIT."""
         if self._start:
             left = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(left)] = left
