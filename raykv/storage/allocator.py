@@ -114,7 +114,7 @@ class Allocator:
             self._free(self._quarantine.popleft()[1])
 
     def remove(self, rows: Rows) -> None:
-        """Move pinned rows from READY to PENDING_DELETE, and other rows from READY to FREE. Lookups find neither."""
+        """Move pinned rows from READY to PENDING_DELETE, other rows to FREE. Lookups no longer find the chunks."""
         table, columns = self._table, self._table.columns
         pinned = columns.pins[rows] > 0
         unpinned = rows[~pinned]
@@ -204,6 +204,6 @@ def has_duplicates(numbers: npt.NDArray[np.integer[Any]]) -> bool:
 
 
 def _even(generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Return the next even generation of each row; an even generation stays. 0 is skipped, because 0 means "unused"."""
+    """Return odd generations plus 1, and even generations as they are. 2 replaces 0, because 0 means "unused"."""
     even = generations + (generations & 1)
     return np.where(even == 0, np.uint32(2), even)

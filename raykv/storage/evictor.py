@@ -53,7 +53,7 @@ class Evictor:
 
     Attributes:
         departures: Number of chunks that this process has removed, by quota group and reason.
-        reads_of_departed: Number of reads that the removed chunks had before, by quota group.
+        reads_of_departed: Total number of reads of the removed chunks, by quota group.
         removed: Keys of the chunks removed since the store's last `take_changes`, 16 bytes each.
         over_quota: Quota groups that may use more bytes than their quota, because the quota was lowered.
     """
@@ -157,8 +157,8 @@ class Evictor:
     def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
         """Return the rows of the coldest extent that can be emptied, and the tick of their last access.
 
-        Only extents whose slot size is not `size` are checked. The order is by the last access to `candidates` in each
-        extent. Returns no rows if none of the checked extents can be emptied.
+        Only extents whose slot size is not `size` are checked. They are ordered by the last access to the `candidates`
+        in each extent. Returns no rows if none of the checked extents can be emptied.
         """
         columns, slots = self._table.columns, self._allocator.slots
         last = np.full(self._table.extents, np.iinfo(np.int64).max)
@@ -180,7 +180,7 @@ class Evictor:
 
     @property
     def nearly_full(self) -> bool:
-        """Whether so little memory is free that eviction must not wait until the tiers have copied the chunks."""
+        """Whether so little memory is free that eviction must not wait until lower tiers have copied the chunks."""
         return self._lacking(self._config.low_water / 2) > 0
 
     def evict_ahead(self, now: int) -> bool:
@@ -198,7 +198,7 @@ class Evictor:
         return self._evicting_ahead
 
     def upcoming(self, share: float, now: int) -> Rows:
-        """Return the rows that must be evicted next, until this share of the arena is free. Evicts nothing.
+        """Return the rows that would be evicted next to free this share of the arena. Evicts nothing.
 
         In a large table, return this share of a sample instead.
         """
@@ -236,7 +236,7 @@ class Evictor:
         self.policies.use(group, chosen, self._in_order(self._table.ready_rows()), now)
 
     def learn(self, rows: Rows, now: int) -> None:
-        """Report recovered chunks to the default policy, oldest first. Skip this if the policy does not use them."""
+        """Report recovered chunks to the default policy, oldest first. Does nothing if the policy ignores inserts."""
         if type(self.policies.default).on_insert is not Policy.on_insert:
             self.policies.on_insert(self._in_order(rows), now)
 
@@ -255,7 +255,10 @@ class Evictor:
         return cells.state[row] == RowState.READY and cells.pins[row] == 0
 
     def _candidates(self, *, size: int | None = None) -> Rows:
-        """Return evictable rows: all of a small table, or a sample of a large table. With `size`, only of this size."""
+        """Return evictable rows: all of a small table, or a sample of a large table.
+
+        If `size` is given, return only rows with slots of this size.
+        """
         if not self._is_small():
             rows = self._allocator.slots.sample(SAMPLE_ROWS, self._rng, size)
             return rows[self.evictable(rows)]
@@ -286,7 +289,8 @@ class Evictor:
     def _victims(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> Rows:
         """Choose `count` candidates to evict.
 
-        If the candidates are a sample, choose at least 1 / SAMPLE_SHARE of them; with `one_step`, just this share.
+        If the candidates are a sample, choose at least 1 / SAMPLE_SHARE of them. With `one_step`, choose just this
+        share.
         """
         if not self._is_small() and count > 0:
             count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)

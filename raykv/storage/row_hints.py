@@ -65,7 +65,7 @@ class RowHints:
             self._ended[rows] = now if ended else 0
 
     def retain(self, keys: KeyArray, ttl_s: float, priority: int, *, now_s: float) -> int:
-        """Keep chunks for `ttl_s` seconds: they do not expire before, and have at least this priority. Undoes `ended`.
+        """Keep chunks for `ttl_s` seconds: they do not expire earlier, and have at least this priority. Undoes `ended`.
 
         An expiry never becomes earlier, and a priority never becomes lower. If a chunk is retained twice, the retention
         with the higher priority counts. After the retention the chunk has its earlier priority again.

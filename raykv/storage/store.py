@@ -277,7 +277,7 @@ class Store:
         pins, rows = self.table.columns.pins, rows[rows >= 0]
         before = pins[rows]
         np.subtract.at(pins, rows, np.uint16(1))
-        if (pins[rows] > before).any():  # a number of pins would be below 0, so it has wrapped around
+        if (pins[rows] > before).any():  # a number of pins has wrapped around below 0
             np.add.at(pins, rows, np.uint16(1))
             raise UsageError("rows with fewer pins than are to end: unpin each row once for each pin")
         self.allocator.free_unpinned(rows)
@@ -324,7 +324,7 @@ class Store:
             if not rows.size:
                 continue
             with lock:
-                expires = columns.expires[rows]  # read again, because the expiry may have changed before the lock
+                expires = columns.expires[rows]  # read again, because an expiry may have changed in between
                 expired = (expires > 0) & (expires <= now) & (columns.state[rows] == RowState.READY)
                 self.evictor.remove(rows[expired], now, Reason.EXPIRED)
                 count += int(expired.sum())
