@@ -155,7 +155,7 @@ class Promote(Message):
 
 
 class Delete(Message):
-    """Delete chunks from memory and from all tiers. Answer: Count, the larger of the two numbers of deleted chunks."""
+    """Delete chunks from memory and tiers. Answer: Count of the chunks deleted from memory, or from tiers if more."""
 
     keys: bytes
 
@@ -202,7 +202,7 @@ class Announce(Message):
 
 
 class Why(Message):
-    """Ask whether this node has chunks, and why a chunk last left its memory or a tier. Answer: Histories."""
+    """Ask whether this node has chunks, and why each chunk last left the node's memory or a tier. Answer: Histories."""
 
     keys: bytes
 
@@ -333,7 +333,7 @@ class Committed(Message):
 
 
 class Accepted(Message):
-    """The client must send the chunks of the keys at `positions` (i32). `full`: number of chunks without room."""
+    """The client must send the chunks of the keys at `positions` (i32). `full`: number of new chunks without room."""
 
     positions: bytes
     full: int = 0

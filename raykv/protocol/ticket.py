@@ -29,7 +29,7 @@ class Ticket(Model):
     """The holders of the chunks of one prompt, from the first chunk on.
 
     Attributes:
-        group: The namespace without salt and LoRA adapter. Errors of `match` compare its fields with the reader's.
+        group: The namespace without salt and LoRA adapter. Errors name the fields that differ from the reader's.
         digest: Digest of the whole namespace, as hexadecimal text.
         runs: The nodes that hold the chunks, in the order of the chunks.
     """
