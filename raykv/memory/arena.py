@@ -124,7 +124,7 @@ class SharedMemory:
         """Allocate the huge pages that are wholly within a part of the file.
 
         Returns:
-            False if the kernel refused a huge page, or if a huge page was not tried.
+            False if the kernel refused a huge page, or if huge pages were not tried.
 
         Raises:
             OSError: The file system has no room.

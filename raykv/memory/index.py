@@ -66,7 +66,7 @@ class HashIndex:
     def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Return the row of each key, and the row's generation.
 
-        A row is -1 if no chunk with this key is ready and unexpired at tick `now`. Otherwise like `find`.
+        A row is -1 if no chunk with this key is ready and unexpired at tick `now`. Raises LostError like `find`.
         """
         return self._lookup(keys, now)
 

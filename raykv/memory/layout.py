@@ -18,7 +18,7 @@ TICKS_PER_S: Final = 64
 ROWS_AT_START: Final = 1 << 16
 """Number of rows that get real memory when a table is made. `Table.populate_rows` adds more."""
 QUARANTINE_S: Final = 10.0
-"""If a writer's connection breaks, its slots stay out of use for this time. The writer may still write to them."""
+"""If a writer's connection breaks, its slots stay out of use for this time, because the writer may still fill them."""
 
 
 class RowState(IntEnum):

@@ -171,7 +171,7 @@ class Table(HashIndex):
     def texts(self) -> dict[int, bytes]:
         texts = self.namespaces["text"]
         known = np.flatnonzero(self.known_namespaces).tolist()
-        return {number: text for number in known if (text := bytes(texts[number]))}  # the writer may have cleared it
+        return {number: text for number in known if (text := bytes(texts[number]))}  # skip texts cleared meanwhile
 
     # -- rows -------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@
 #define FIRST 2 /* index entries: 0 empty, 1 removed, row + 2 */
 #define REMOVED 1
 #define APART 8               /* each stage of `find_all` is this many keys behind the stage before it */
-#define UNDER_WAY (4 * APART) /* at most this many keys of a call are looked up at once */
+#define UNDER_WAY (4 * APART) /* the lookups of at most this many keys overlap */
 #define BEHIND 3              /* if the first record has another key, prefetch the records of this many more entries */
 #define NO_END (-2)           /* result of `probe`: the index has no empty entry */
 

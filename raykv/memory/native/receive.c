@@ -5,8 +5,8 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-/* One system call receives at most STEP_NBYTES bytes, in at most STEP_PIECES buffers. So few bytes are still in the CPU
-   cache when they are hashed. */
+/* One system call receives at most STEP_NBYTES bytes, in at most STEP_PIECES buffers. The limits are small so that the
+   bytes are still in the CPU cache when they are hashed. */
 #define STEP_NBYTES (256 << 10)
 #define STEP_PIECES 256
 
