@@ -40,7 +40,7 @@ class ARC(Policy):
     def shares(self, sizes: Sequence[int], count: int) -> list[int]:
         once, more = sizes
         total = once + more
-        scale = total / self._held if self._held else 1.0  # less than 1 if only a sample is given
+        scale = total / self._held if self._held else 1.0  # below 1 if `sizes` are those of a sample
         self._once = round(once / scale) if total else 0
         from_once = min(count, max(0, once - int(self._target * scale)))
         from_more = min(count - from_once, more)

@@ -42,7 +42,7 @@ class Hazards:
         self._reads = np.zeros((self.classes, AGES))
         # An interval is a range of ages in which a chunk was not read; see `add_unread`.
         self._ticks = np.zeros((self.classes, AGES))  # observed ticks in the first and last bucket of each interval
-        # Number of intervals that cover the whole bucket. The array holds the difference from the bucket before.
+        # Number of intervals that cover the whole bucket, minus the same number for the bucket before.
         self._whole = np.zeros((self.classes, AGES + 1))
         self._new_reads: list[tuple[Integers, Integers, Floats]] = []
         self._new_intervals: list[tuple[Integers, Integers, Integers, Floats]] = []
