@@ -172,7 +172,7 @@ class BulkRead:
                     break
                 link.collect(partial(self._place, in_flight.popleft()), deadline_s=deadline_s)
         except BaseException:
-            link.close()  # answers to other parts may still arrive on this link
+            link.close()  # answers to the requests for other parts may still arrive on this link
             self._check(whole=False)
             raise
         if run.corrupt:  # return only after the holder has dropped these corrupt chunks

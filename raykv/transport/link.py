@@ -113,7 +113,7 @@ class Link:
         except BaseException:
             self.close()
             raise
-        self._next_id = request_id % MAX_REQUEST_ID + 1  # never 0, since 0 means "no request"
+        self._next_id = request_id % MAX_REQUEST_ID + 1  # never 0, because 0 means "no request"
         self._posted.append(request_id)
 
     def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:

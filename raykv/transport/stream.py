@@ -67,7 +67,7 @@ class Stream:
         self._send_some([memoryview(message)], deadline_s)
 
     def send_with(self, message: bytes, pieces: Sequence[memoryview], *, stall_s: float) -> None:
-        """Send a message and its payload. Each step of STEP_NBYTES may take `stall_s` seconds."""
+        """Send a message and its payload. Each step of STEP_NBYTES may take at most `stall_s` seconds."""
         for step in _steps(memoryview(message), pieces):
             self._send_some(step, time.monotonic() + stall_s)
 
