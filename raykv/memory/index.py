@@ -139,7 +139,7 @@ class HashIndex:
     def remove(self, rows: Rows) -> None:
         """Take rows out of the index. Rows that are not in the index are skipped.
 
-        The generation of each unpinned row must be odd already.
+        The generation of each unpinned row must be odd already, so that readers reject the row.
         """
         for row in rows.tolist():
             self._remove_one(row)

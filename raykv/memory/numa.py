@@ -18,7 +18,7 @@ from raykv.memory.pages import syscall_error
 MPOL_DEFAULT: Final = 0
 MPOL_PREFERRED: Final = 1
 MAX_NODES: Final = 1024
-_SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}  # system call numbers; libnuma may not be installed
+_SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}  # numbers of the system call
 
 
 def usable_nodes(root: Path = Path("/")) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def map_file(fd: int, nbytes: int, *, writable: bool, alignment: int) -> "ctypes
     if reserved_end > end:
         _libc.munmap(end, reserved_end - end)
     array = (ctypes.c_ubyte * nbytes).from_address(address)
-    # Do not unmap at exit, since threads may still read the mapping then.
+    # Do not unmap at exit, because threads may still read the memory then.
     weakref.finalize(array, _libc.munmap, address, nbytes).atexit = False
     return array
 
