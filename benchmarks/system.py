@@ -58,9 +58,9 @@ class Setting:
 
 
 class Face:
-    """One way to call a store: a line of the tables.
+    """One way to call a store. Each way is one line of the printed tables.
 
-    The methods from `key` to `buffers` prepare the arguments of the other methods, outside the measured time. A read or
+    `key`, `keys` and the methods up to `buffers` convert arguments. Their time is not measured. A read or
     a lookup raises an exception if an object is missing. Only `try_get_one` returns False instead.
     """
 

@@ -1,7 +1,7 @@
 """Readers without locks, and a writer that causes evictions all the time. No reader ever gets a wrong byte.
 
-RAYKV_TEST_SEED sets the seed for the choice of keys. RAYKV_SOAK sets the number of reads of the soak variant, and may
-set another seed.
+RAYKV_TEST_SEED sets the seed for the choice of keys. The soak variant takes its number of reads and its seed from
+RAYKV_SOAK.
 """
 
 import json

@@ -200,7 +200,7 @@ class Pipeline:
                         self._collect_locked()
                         continue
             except PeerUnavailable:
-                break  # other threads use the connection
+                break  # other threads held the lock until the deadline
             if left_s <= SLICE_S:
                 break
             time.sleep(YIELD_S)  # lets a waiting thread get the lock

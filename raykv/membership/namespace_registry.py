@@ -14,8 +14,8 @@ from raykv.errors import CapacityError, UsageError
 from raykv.protocol.namespace import Namespace
 
 MAX_ENTRIES: Final = 1024
-"""The list has at most this many configured namespaces, and refuses further ones. It also has at most this many dropped
-namespaces, so that nodes that were unreachable learn of the drops. A further drop replaces the oldest one."""
+"""The list has at most this many configured namespaces, and refuses further ones. Dropped namespaces stay in the list,
+so that nodes that were unreachable learn of the drops. At most this many of them stay: the oldest is removed first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class Supervisor:
         delay_s = 0.0
         while True:
             began_s, supervisor = time.monotonic(), os.getpid()
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the node waits for SIGTERM in `_serve`
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited by the node, which waits for it in `_serve`
             pid = os.fork()
             if not pid:
                 self._become_node(supervisor)

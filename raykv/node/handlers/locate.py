@@ -17,7 +17,7 @@ from raykv.types import NodeId
 
 
 class LocateHandler:
-    """Answers which nodes hold a key that this node owns, and where this node has a chunk or why it was removed."""
+    """Answers two questions: which nodes hold a key that this node owns, and what became of a chunk on this node."""
 
     def __init__(
         self, node_id: NodeId, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex

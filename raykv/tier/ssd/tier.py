@@ -32,7 +32,7 @@ from raykv.tier.ssd.workers import Workers
 from raykv.types import Bits, KeyArray
 
 WATCH_S: Final = 0.25
-"""A thread looks at least this often for drives that are slow, and for failed drives to try again."""
+"""At least this often, a thread looks for slow drives, and tries failed drives again."""
 TIDY_S: Final = 10.0
 """Expired chunks are removed from the index at this interval."""
 CLOSE_S: Final = 10.0

@@ -136,7 +136,7 @@ class Writer:
         moved = (existing >= 0) & (index.segment[existing] == moved_from)
         expired = (existing >= 0) & index.expired(existing, now_s=time.time())
         shared.remove(np.unique(existing[moved | expired]), tombstones=False)
-        here = (existing >= 0) & ~moved & ~expired  # recovery of another drive has found the chunk
+        here = (existing >= 0) & ~moved & ~expired  # found by the recovery of another drive
         chosen = np.where(moved_from < 0, ~here, moved) & ~np.array([item.cancelled for item in items], np.bool_)
         groups = np.array([item.chunk.group for item in items], np.uint16)
         count = shared.insert(drive, batch.segment, entries[chosen], groups[chosen])
