@@ -299,8 +299,8 @@ class Client(AdminCalls):
                 expiry and priority stay unchanged; use `hint` to change them.
 
         Returns:
-            Four counts of chunks: stored, existed already, skipped, and posted (sent, but not answered yet). A full arena
-            or a node that is down raises no exception.
+            Four counts of chunks: stored, existed already, skipped, and posted (sent, but not answered yet). A full
+            arena or a node that is down raises no exception.
 
         Raises:
             UsageError: The length of `values` differs from that of `keys`, a value is empty or larger than an extent,

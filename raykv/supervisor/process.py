@@ -88,7 +88,8 @@ class Supervisor:
         delay_s = 0.0
         while True:
             began_s, supervisor = time.monotonic(), os.getpid()
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited by the node, which waits for it in `_serve`
+            # The node inherits the mask: SIGTERM stays pending until `_serve` waits for it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             pid = os.fork()
             if not pid:
                 self._become_node(supervisor)
