@@ -105,6 +105,13 @@ def content(key: bytes) -> bytes:
     return hashlib.shake_128(key).digest(ROW_NBYTES)
 
 
+def unlink_memory(manager: TieringOffloadingManager) -> None:
+    """Remove the name of vLLM's host memory in /dev/shm. VLLM does so at shutdown, so a killed test would leave it."""
+    region = manager.primary_tier._mmap_region
+    Path(region.mmap_path).unlink()
+    region._creator = False
+
+
 class Engine:
     """The scheduler's side of an engine with vLLM's offloading. `longest_s`: the longest call of its manager."""
 
@@ -113,6 +120,7 @@ class Engine:
         self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache())
         self.manager = self.connector.connector_scheduler.manager
         assert isinstance(self.manager, TieringOffloadingManager)
+        unlink_memory(self.manager)
         (self.tier,) = self.manager.secondary_tiers
         assert isinstance(self.tier, RayKVTier)
         self.memory = self.manager.primary_tier.get_kv_memoryview().cast("B")

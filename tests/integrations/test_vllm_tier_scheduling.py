@@ -35,6 +35,7 @@ from tests.integrations.test_vllm_secondary_tier import (  # noqa: E402
     documented,
     engine_config,
     model,
+    unlink_memory,
 )
 
 __all__ = ["model"]
@@ -71,6 +72,7 @@ class Engine:
         init_none_hash(hash_function)
         self.hasher = get_request_block_hasher(BLOCK_TOKENS, hash_function)
         manager = self.scheduler.connector.connector_scheduler.manager
+        unlink_memory(manager)
         self.memory = manager.primary_tier.get_kv_memoryview().cast("B")
         self.gpu: dict[int, bytes] = {}
         self.tables: dict[str, list[int]] = {}
