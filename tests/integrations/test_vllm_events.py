@@ -225,7 +225,7 @@ def test_a_consumer_of_vllms_events_learns_what_other_engines_find(tmp_path: Pat
         with Engine(model, cluster.address(0), kv_events_config=publishing) as engine:
             consumer.connect(endpoint)
             engine.answer([document], count=1)
-            namespace = get_kv_transfer_group().get_handshake_metadata().namespace
+            namespace = get_kv_transfer_group().get_handshake_metadata().namespaces[0, 0]
             while engine.llm.llm_engine.engine_core.engine_core.scheduler.has_requests():
                 engine.llm.llm_engine.step()
             batches = []

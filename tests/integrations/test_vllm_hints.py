@@ -178,7 +178,7 @@ class Agent:
         self.engine = toy.Engine(model, cluster.address(0), random.Random(1), threads=True, load_policy="always")
         self.side = self.engine.scheduler.connector.scheduler_side
         self.store = cluster.nodes[0].store
-        self.client = cluster.client(self.engine.worker.get_handshake_metadata().namespace)
+        self.client = cluster.client(self.engine.worker.get_handshake_metadata().namespaces[0, 0])
         self.count = 0
 
     def run(self, prompt: list[int], *, session: str | None = None, envelope: Any = None, **own: Any) -> int:

@@ -530,7 +530,7 @@ def test_every_slot_holds_its_prefix(
     monkeypatch.setattr(costs_module, "PROBE_S", float("-inf"))
     engines = [Engine(model, cluster.address(node), rng, overlap=overlap, **shape) for node in range(2)]
     prompts: dict[str, tuple[list[int], int]] = {}
-    vandal = cluster.client(engines[0].worker.get_handshake_metadata().namespace)
+    vandal = cluster.client(engines[0].worker.get_handshake_metadata().namespaces[0, 0])
     aborted = 0
     for turn in range(600):
         for engine in engines:
@@ -712,7 +712,7 @@ def test_an_event_goes_out_for_each_stored_chunk(
         for request in requests
         for place, block_hash in enumerate(request.block_hashes)
     }
-    client = cluster.client(engines[1].worker.get_handshake_metadata().namespace)
+    client = cluster.client(engines[1].worker.get_handshake_metadata().namespaces[0, 0])
     for engine in engines:
         assert not engine.scheduler.connector.scheduler_side.events._pending
         groups = engine.scheduler.connector.scheduler_side._groups.each

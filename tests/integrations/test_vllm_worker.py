@@ -20,8 +20,9 @@ from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
 from raykv.integrations.vllm.connection import Connection  # noqa: E402
 from raykv.integrations.vllm.groups import Group  # noqa: E402
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Save, Scope, StepOrders  # noqa: E402
+from raykv.integrations.vllm.rank_store import RankCache  # noqa: E402
 from raykv.integrations.vllm.stats import RayKVStats  # noqa: E402
-from raykv.integrations.vllm.worker import MAX_SAVING_STEPS, RankCache, WorkerSide  # noqa: E402
+from raykv.integrations.vllm.worker import MAX_SAVING_STEPS, WorkerCache, WorkerSide  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
 from tests.support.nodes import stop_process, wait_until  # noqa: E402
 
@@ -55,7 +56,7 @@ class Bench:
         self.worker = WorkerSide(
             ConnectorConfig(**{"store_timeout_s": 5.0, **config}),  # patient, so that a busy machine skips nothing
             self.stats,
-            cache=RankCache(NAMESPACE, {0: GROUP}, {0: kind({"layer": self.cache}, BLOCKS, 1)}),
+            cache=WorkerCache([RankCache(NAMESPACE, {0: kind({"layer": self.cache}, BLOCKS, 1)})], {0: GROUP}),
             connection=self.connection,
             clock=self.clock,
         )

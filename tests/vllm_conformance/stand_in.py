@@ -105,7 +105,7 @@ class StandIn(RayKVConnector):
         for group in self._groups.each:
             ends = self._groups.ends(group, request.block_hashes, start, stop)
             keys = client.keys([self._groups.name(group, request.block_hashes, end) for end in ends])
-            nbytes = worker._layouts[group.index].chunk_nbytes
+            nbytes = worker._cache.ranks[0].layouts[group.index].chunk_nbytes
             assert client.put(keys, [bytes(nbytes)] * len(ends), chained=False).skipped == 0
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

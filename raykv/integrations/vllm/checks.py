@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 
 from raykv.errors import ConfigError
 from raykv.integrations.vllm.config import ConnectorConfig
-from raykv.integrations.vllm.metadata import WorkerNamespace
+from raykv.integrations.vllm.metadata import WorkerNamespaces
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,14 +76,14 @@ def check_offloading(vllm_config: "VllmConfig") -> None:
         )
 
 
-def check_handshakes(handshakes: Collection[object]) -> list[WorkerNamespace]:
+def check_handshakes(handshakes: Collection[object]) -> list[WorkerNamespaces]:
     """Return the handshakes of this connector's workers. Refuse an engine that has lost them.
 
     Raises:
         ConfigError: There are none. The message names the field and the remedy.
     """
     names = {type(each).__name__ for each in handshakes}
-    workers = [each for each in handshakes if isinstance(each, WorkerNamespace)]
+    workers = [each for each in handshakes if isinstance(each, WorkerNamespaces)]
     if not workers:
         raise ConfigError(
             f"field 'connectors' of MultiConnector: vLLM passes on the handshake of one connector only, and that is "

@@ -34,13 +34,14 @@ from raykv.integrations.vllm.checks import check_cache, check_engine, check_hand
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.epochs import Statement
-from raykv.integrations.vllm.events import Reporter, StoredEvents, publishes_events
+from raykv.integrations.vllm.events import StoredEvents, publishes_events
 from raykv.integrations.vllm.groups import Groups
-from raykv.integrations.vllm.metadata import StepOrders, WorkerNamespace, WorkerReport
+from raykv.integrations.vllm.metadata import StepOrders, WorkerNamespaces, WorkerReport
 from raykv.integrations.vllm.namespace import attention_of, namespace_of
+from raykv.integrations.vllm.rank_store import RankCache
 from raykv.integrations.vllm.scheduler import SchedulerSide
 from raykv.integrations.vllm.stats import RayKVPromMetrics, RayKVStats
-from raykv.integrations.vllm.worker import RankCache, WorkerSide
+from raykv.integrations.vllm.worker import WorkerCache, WorkerSide
 from raykv.protocol.namespace import Namespace
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
 
     scheduler_side: SchedulerSide
     worker_side: WorkerSide
-    _worker_namespace: WorkerNamespace | None = None
+    _worker_namespaces: WorkerNamespaces | None = None
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         """Check that this engine is supported.
@@ -130,7 +131,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         workers = check_handshakes(metadata.values())
-        namespaces = {one.rank: one.namespace for one in workers}
+        namespaces = {rank: each for one in workers for rank, each in one.namespaces.items()}
         logger.info("raykv connector: %r", self._config)
         self.scheduler_side = SchedulerSide(
             self._config,
@@ -227,24 +228,24 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         )
         logger.info("raykv namespace: %r", namespace)
         sizes = {index: layout.chunk_nbytes for index, layout in layouts.items()}
-        self._worker_namespace = WorkerNamespace(namespace, sizes)
+        stored = RankCache(namespace, layouts)
+        self._worker_namespaces = WorkerNamespaces({stored.rank: namespace}, sizes)
         self.worker_side = WorkerSide(
             self._config,
             self._stats,
-            cache=RankCache(
-                namespace,
+            cache=WorkerCache(
+                [stored],
                 groups={group.index: group for group in self._groups.each},
-                layouts=layouts,
                 replica=(rank[1] % replicas, replicas),
                 counts_tokens=rank == (0, 0),
             ),
             connection=Connection(partial(_connect_writer, self._config, namespace, set(sizes.values()))),
-            reporter=Reporter() if publishes_events(self._vllm_config) else None,
+            publishes=publishes_events(self._vllm_config),
         )
         self._close = self.worker_side.close
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker_namespace
+        return self._worker_namespaces
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Wait for saves whose blocks are reused. Request slots for the saves of this step, and start its loads.
@@ -298,7 +299,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         self._close()
 
     def get_kv_connector_stats(self) -> RayKVStats | None:
-        if self._worker_namespace is not None and self.worker_side.saving:
+        if self._worker_namespaces is not None and self.worker_side.saving:
             self._log_rarely("save", self._run("count_saves", "", self.worker_side.count_saves))
         return self._stats.pop()
 

@@ -31,7 +31,8 @@ DROP_TIMEOUT_S: Final = 1.0
 """An attempt to drop an epoch waits at most this long for earlier commits, and then for the nodes."""
 RETRY_S: Final = 10.0
 MAX_PENDING_DROPS: Final = 64
-"""At most this many epochs wait to be dropped while no node answers. Beyond that, the oldest is left to eviction."""
+"""At most this many epochs of a rank wait to be dropped while no node answers. Beyond that, the oldest is left to
+eviction."""
 _PRIVATE: Final = "private:"
 
 
@@ -110,26 +111,26 @@ class EpochDropper:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-drop")
         self._closed = threading.Event()
-        self._pending: dict[str, Client] = {}
+        self._pending: dict[bytes, Client] = {}
 
     def drop(self, client: "Client") -> None:
         """Drop the chunks of this client's namespace, with all salts and adapters. Nothing is stored there any more.
 
         Returns at once. Without an answer, it is tried again every RETRY_S seconds.
         """
-        self._pending[client.namespace.revision] = client
+        self._pending[client.namespace.digest] = client
         if len(self._pending) > MAX_PENDING_DROPS:
             self._pending.pop(next(iter(self._pending)), None)
         self._thread.submit(self._drop_pending)
 
     def _drop_pending(self) -> None:
         while self._pending:
-            epoch, client = next(iter(self._pending.items()))
+            digest, client = next(iter(self._pending.items()))
             try:
                 if (writer := client.router.writer) is not None:
                     writer.drain(time.monotonic() + DROP_TIMEOUT_S)  # a later commit would store chunks again
                 client.drop_namespace(timeout_s=DROP_TIMEOUT_S)
-                self._pending.pop(epoch, None)
+                self._pending.pop(digest, None)
             except RayKVError as error:
                 logger.warning("raykv: KV of old weights is not freed yet (%s)", error)
                 if self._closed.wait(RETRY_S):

@@ -18,7 +18,7 @@ from raykv.protocol.namespace import Namespace
 from raykv.types import Hints, NodeId
 
 Rank = tuple[int, int]
-"""A worker's (pipeline rank, tensor rank), as in vLLM's handshake."""
+"""(Pipeline rank, tensor rank) under which KV is stored, as in its namespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +119,16 @@ class StepOrders(KVConnectorMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerNamespace(KVConnectorHandshakeMetadata):
+class WorkerNamespaces(KVConnectorHandshakeMetadata):
     """The handshake of a worker, for the scheduler. Only a worker knows its layout and kernel.
 
     Attributes:
-        chunk_nbytes: Size of the chunks of each group, by index.
+        namespaces: The namespaces by rank. Workers that hold the same bytes share one.
+        chunk_nbytes: Size of a chunk of each group, by index: the sum over these ranks.
     """
 
-    namespace: Namespace
+    namespaces: dict[Rank, Namespace]
     chunk_nbytes: dict[int, int]
-
-    @property
-    def rank(self) -> Rank:
-        """Pipeline and tensor rank of the namespace. Tensor ranks that hold the same bytes share one namespace."""
-        return self.namespace.pp_rank, self.namespace.tp_rank
 
 
 class LoadTimes(NamedTuple):

@@ -10,27 +10,23 @@ load is reported as finished. Therefore every load, also a failed one, must be r
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import groupby, islice
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
-from raykv import Put
 from raykv.errors import RayKVError
-from raykv.integrations.kv_layout import Layout
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.epochs import EpochDropper, Statement, is_private
-from raykv.integrations.vllm.events import Reporter
+from raykv.integrations.vllm.events import Reporter, Stored
 from raykv.integrations.vllm.groups import Group
-from raykv.integrations.vllm.metadata import Load, LoadedChunks, LoadTimes, Rank, Save, Scope, StepOrders, WorkerReport
+from raykv.integrations.vllm.metadata import Load, LoadedChunks, LoadTimes, Save, Scope, StepOrders, WorkerReport
+from raykv.integrations.vllm.rank_store import RankCache, RankStore, chunks_of
 from raykv.integrations.vllm.stats import RayKVStats
-from raykv.protocol.namespace import Namespace
-from raykv.types import NO_HINTS, Hints, KeyArray, Match, NodeId, Path, PutResult, Scattered
+from raykv.types import NodeId, Path, PutResult
 
 if TYPE_CHECKING:
     from raykv import Client
@@ -42,26 +38,6 @@ IDLE_WAIT_S: Final = 0.005
 hold the GIL, which the load threads need. The wait delays a new request by at most this time."""
 MAX_SAVING_STEPS: Final = 16
 """Saves of at most this many steps are in flight. Saves of further steps are skipped."""
-
-
-class _Run(NamedTuple):
-    """Consecutive chunks of save `number` to store. `depth` chunks precede them; `parent` is the last one's key."""
-
-    keys: KeyArray
-    blocks: Sequence[Sequence[int]]
-    parent: KeyArray | None
-    depth: int
-    hints: Hints
-    number: int
-
-    def part(self, start: int, stop: int) -> "_Run":
-        parent = self.keys[start - 1 : start] if start else self.parent
-        part = self._replace(keys=self.keys[start:stop], blocks=self.blocks[start:stop])
-        return part._replace(parent=parent, depth=self.depth + start)
-
-    def put(self, values: Sequence[Scattered]) -> Put:
-        ttl_s, priority = self.hints
-        return Put(self.keys, values, self.parent, self.depth, ttl_s=ttl_s or None, priority=priority)
 
 
 @dataclass(slots=True)
@@ -83,21 +59,19 @@ class _LoadResult:
 
 
 @dataclass(frozen=True, slots=True)
-class RankCache:
+class WorkerCache:
     """The KV cache of one worker.
 
     Attributes:
-        namespace: Of the first rank that holds the same bytes.
+        ranks: The parts of the cache, by the ranks under which they are stored.
         groups: The groups whose chunks are stored, by index.
-        layouts: The layout of each group, by index.
-        replica: (Number of this rank, number of ranks) among the tensor ranks that hold the same bytes. Each of these
-            ranks stores a share of the chunks.
-        counts_tokens: Whether this rank counts the loaded tokens. All ranks load the same tokens.
+        replica: (Number of this worker, number of workers) among those that hold the same bytes. Each of these workers
+            stores a share of the chunks.
+        counts_tokens: Whether this worker counts the loaded tokens. All workers load the same tokens.
     """
 
-    namespace: Namespace
+    ranks: Sequence[RankCache]
     groups: Mapping[int, Group]
-    layouts: Mapping[int, Layout]
     replica: tuple[int, int] = (0, 1)
     counts_tokens: bool = True
 
@@ -105,10 +79,6 @@ class RankCache:
     def is_prefix(self) -> bool:
         """Whether leading chunks are of use without the others. Then vLLM recomputes only the others."""
         return len(self.groups) == 1 and all(group.whole for group in self.groups.values())
-
-    @property
-    def rank(self) -> Rank:
-        return self.namespace.pp_rank, self.namespace.tp_rank
 
 
 class WorkerSide:
@@ -118,7 +88,6 @@ class WorkerSide:
         loading: Loads in flight, by request id.
         stated: The last statement of the revision of the weights, until the next report.
         saving: One entry per step with saves in flight: the blocks they read, their number of chunks, and the result.
-        reporter: Reports which chunks are stored. None: the engine publishes no KV events.
     """
 
     def __init__(
@@ -126,14 +95,20 @@ class WorkerSide:
         config: ConnectorConfig,
         stats: RayKVStats,
         *,
-        cache: RankCache,
+        cache: WorkerCache,
         connection: Connection,
-        reporter: Reporter | None = None,
+        publishes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the threads. Only the engine's thread writes `stats`."""
+        """Start the threads. Only the engine's thread writes `stats`. `publishes`: report which chunks are stored."""
         self._config, self._stats, self._clock = config, stats, clock
-        self._cache, self._layouts, self._connection = cache, cache.layouts, connection
+        self._cache, self._connection = cache, connection
+        reporters = [Reporter() if publishes else None for _ in cache.ranks]
+        self._reporters = [reporter for reporter in reporters if reporter is not None]
+        self._stores = [
+            RankStore(rank, connection, reporter=reporter, clock=clock)
+            for rank, reporter in zip(cache.ranks, reporters, strict=True)
+        ]
         self._threads = ThreadPoolExecutor(config.load_threads, thread_name_prefix="raykv-load")
         self.loading: dict[str, tuple[Load, Future[_LoadResult]]] = {}
         self._failed_blocks: set[int] = set()
@@ -141,7 +116,6 @@ class WorkerSide:
         self._ended: dict[str, LoadTimes] = {}
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="raykv-save")
         self.saving: deque[tuple[set[int], int, Future[list[PutResult]]]] = deque()
-        self.reporter = reporter
         self._epoch, self._dropper = "", EpochDropper()
         self.stated: list[Statement] = []
 
@@ -155,23 +129,24 @@ class WorkerSide:
             self._saver.submit(self._drop, ended)
 
     def _drop(self, epoch: str) -> None:
-        client = self._connection.client(self._cache.namespace, Scope(epoch=epoch))
-        if is_private(epoch) and client is not None:
-            self._dropper.drop(client)
+        for store in self._stores if is_private(epoch) else ():
+            client = store.client(Scope(epoch=epoch))
+            if client is not None:
+                self._dropper.drop(client)
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
     def start_loads(self, orders: StepOrders) -> None:
         """Start the ordered loads in the background."""
         for load in orders.loads:
-            client = self._connection.client(self._cache.namespace, load.scope)
-            future = self._threads.submit(self._load, client, load, self._clock())
+            clients = [store.client(load.scope) for store in self._stores]
+            future = self._threads.submit(self._load, clients, load, self._clock())
             self.loading[load.request_id] = (load, future)
 
     def await_work(self) -> None:
         """Wait up to IDLE_WAIT_S for the end of a load, or of a save that must be reported, if any is in flight."""
         running: list[Future[Any]] = [future for _, future in self.loading.values()]
-        if self.reporter is not None and self.saving:
+        if self._reporters and self.saving:
             running.append(self.saving[0][2])
         if running:
             wait(running, IDLE_WAIT_S, FIRST_COMPLETED)
@@ -194,8 +169,11 @@ class WorkerSide:
         If the node has not answered for all saved chunks, collect its answers on the thread that saves.
         """
         (ended, self._ended), (stated, self.stated) = (self._ended, {}), (self.stated, [])
-        stored = {} if self.reporter is None else self.reporter.pop()
-        if self.reporter is not None and self.reporter.is_waiting and not self.saving:
+        stored: Stored = {}
+        for reporter in self._reporters:
+            for number, chunks in reporter.pop().items():
+                stored.setdefault(number, []).extend(chunks)
+        if not self.saving and any(reporter.is_waiting for reporter in self._reporters):
             self.save([])
         return WorkerReport(self._clock(), ended, stored, stated) if ended or stored or stated else None
 
@@ -244,37 +222,44 @@ class WorkerSide:
         if not isinstance(error, RayKVError):
             logger.error("a %s failed because of a defect in raykv", hook, exc_info=error)
 
-    def _load(self, client: "Client | None", load: Load, ordered_s: float) -> _LoadResult:
-        """Load one request's chunks in batches, up to the first missing chunk."""
+    def _load(self, clients: "Sequence[Client | None]", load: Load, ordered_s: float) -> _LoadResult:
+        """Load one request's chunks in batches, up to the first missing chunk. `clients`: one for each rank."""
         result, longest = _LoadResult(began_s=self._clock()), _longest(load)
-        batches = [
-            (part, slice(start, start + self._layouts[part.group].batch_chunks))
-            for part in load.parts
-            for start in range(0, len(part.names), self._layouts[part.group].batch_chunks)
-        ]
-        for part, batch in batches:
-            left_s = ordered_s + self._config.load_timeout_s - self._clock()
-            if client is None or left_s <= 0:
-                break
-            if not self._load_batch(client, part, batch, left_s, result, counts=part is longest):
+        deadline_s = ordered_s + self._config.load_timeout_s
+        for part in load.parts:
+            size = min(store.batch_chunks(part.group) for store in self._stores)
+            starts = range(0, len(part.names), size)
+            batches = (slice(start, min(start + size, len(part.names))) for start in starts)
+            if not all(
+                self._load_batch(clients, part, batch, deadline_s, result, counts=part is longest) for batch in batches
+            ):
                 break
         result.ended_s = self._clock()
         return result
 
     def _load_batch(
-        self, client: "Client", part: LoadedChunks, batch: slice, timeout_s: float, result: _LoadResult, *, counts: bool
+        self,
+        clients: "Sequence[Client | None]",
+        part: LoadedChunks,
+        batch: slice,
+        deadline_s: float,
+        result: _LoadResult,
+        *,
+        counts: bool,
     ) -> bool:
-        """Load one batch, add it to `result`, and return whether all its chunks arrived."""
-        layout, blocks, holders = self._layouts[part.group], part.blocks[batch], part.holders[self._cache.rank][batch]
-        targets = [layout.targets(each) for each in blocks]
-        keys, match = client.keys(part.names[batch]), Match(len(holders), tuple(holders))
-        got = client.get(keys, targets, match=match, timeout_s=timeout_s)
-        layout.load(list(zip(blocks, targets, strict=True))[: got.prefix])
-        result.chunks += got.prefix
-        result.nbytes.update(got.nbytes_by_path)
-        if counts:
-            result.sources.update(got.chunks_by_source)
-        return got.prefix == len(blocks)
+        """Load one batch for all ranks, add it to `result`, and return whether all its chunks arrived."""
+        start, stop = batch.start, batch.stop
+        for store, client in zip(self._stores, clients, strict=True):
+            left_s = deadline_s - self._clock()
+            if client is None or left_s <= 0:
+                return False
+            got = store.load(client, part, slice(start, stop), left_s)
+            result.nbytes.update(got.nbytes_by_path)
+            if counts and store is self._stores[0]:  # all ranks load the same tokens
+                result.sources.update(got.chunks_by_source)
+            stop = start + got.prefix  # a chunk is of no use without all its ranks
+        result.chunks += stop - start
+        return stop == batch.stop
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
@@ -291,16 +276,16 @@ class WorkerSide:
     def save(self, saves: Sequence[Save]) -> None:
         """Begin to store computed chunks. The kernels that compute them have ended or are queued."""
         if len(self.saving) < MAX_SAVING_STEPS:
-            fence = next(iter(self._layouts.values())).fence()
+            fence = self._stores[0].fence()
             blocks = {block for save in saves for chunk in save.blocks for block in chunk}
             future = self._saver.submit(self._save, saves, fence)
-            self.saving.append((blocks, _chunks_of(saves), future))
-            if self.reporter is not None:
-                self.reporter.watch(saves, future)
+            self.saving.append((blocks, self._chunks_of(saves), future))
+            for reporter in self._reporters:
+                reporter.watch(saves, future)
         else:
-            self._count_saved(_skipped(_chunks_of(saves), ""))
-            if self.reporter is not None:
-                self.reporter.skip(saves)
+            self._count_saved(_skipped(self._chunks_of(saves), ""))
+            for reporter in self._reporters:
+                reporter.skip(saves)
 
     def release(self, blocks: Set[int]) -> None:
         """Wait until no save reads these blocks. Cancel saves that do not begin within `store_timeout_s`."""
@@ -331,11 +316,8 @@ class WorkerSide:
         return reason
 
     def _prepare(self, chunks: Mapping[int, int], scope: Scope) -> None:
-        client = self._connection.client(self._cache.namespace, scope)
-        for group, count in chunks.items():
-            if client is not None:
-                # Nobody reads the result of this call. If it fails, `_save` fails too, and reports the error.
-                client.prepare(self._layouts[group].chunk_nbytes, count, timeout_s=self._config.store_timeout_s)
+        for store in self._stores:
+            store.prepare(chunks, scope, self._config.store_timeout_s)
 
     def _save(self, saves: Sequence[Save], fence: Any) -> list[PutResult]:
         """Store chunks, and collect late answers to earlier saves. Without saves, wait a short time for these answers.
@@ -343,54 +325,20 @@ class WorkerSide:
         Waits at most `store_timeout_s` for slots, and not at all if the client has enough.
         """
         deadline_s = self._clock() + self._config.store_timeout_s
-        # All saves of a step are of one epoch, and so of one quota group.
-        scope = Scope(epoch=saves[0].scope.epoch if saves else "")
-        client = self._connection.client(self._cache.namespace, scope)
-        if client is None:
-            if self.reporter is not None:
-                self.reporter.skip(saves)
-            return [_skipped(_chunks_of(saves), "the node is not there yet")]
-        is_answered = False
-        try:
-            results = self._put(client, saves, fence, deadline_s)
-            late = client.flush(timeout_s=0.0 if saves else self._config.store_timeout_s)
-            is_answered = not late.posted
-        finally:
-            if self.reporter is not None:
-                self.reporter.settle(client, saves, is_answered=is_answered)
-        return [*results, late]
-
-    def _put(self, client: "Client", saves: Sequence[Save], fence: Any, deadline_s: float) -> list[PutResult]:
-        """Copy chunks in batches into the node's memory. Commit each batch with one message."""
+        flush_s = 0.0 if saves else self._config.store_timeout_s
         results: list[PutResult] = []
-        for index, layout in self._layouts.items():
-            runs = [self._run(save, deadline_s, results) for save in saves if save.group == index]
-            for batch in _batches(runs, layout.batch_chunks):
-                values = iter(layout.read([blocks for run in batch for blocks in run.blocks], fence))
-                puts = [run.put(list(islice(values, len(run.blocks)))) for run in batch]
-                result = client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock()))
-                results.append(result)
-                if self.reporter is not None:
-                    is_stored = not result.skipped and not result.posted
-                    for run in batch:
-                        self.reporter.add(run.number, run.keys, run.depth, is_stored=is_stored)
+        for number, store in enumerate(self._stores):
+            try:
+                results += store.save(saves, fence, deadline_s=deadline_s, flush_s=flush_s)
+            except Exception:
+                for other in self._stores[number + 1 :]:  # of no use without this rank
+                    other.skip(saves)
+                raise
         return results
 
-    def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
-        """Return the chunks to store. Of `cached` chunks, skip those that nodes hold, or all if the lookup is slow."""
-        client = self._connection.client(self._cache.namespace, save.scope)
-        assert client is not None, "clients of all scopes are made from one"
-        above = [] if save.parent is None else [save.parent]
-        keys, start = client.keys([*above, *save.names]), len(above)
-        above_key, hints = keys[:start] if above else None, save.hints or NO_HINTS
-        run = _Run(keys[start:], save.blocks, above_key, save.depth, hints, save.number)
-        if not save.cached:
-            return run
-        held = client.match(run.keys, timeout_s=max(0.0, deadline_s - self._clock()), record=False).count
-        if self._clock() >= deadline_s and held < len(run.keys):
-            results.append(_skipped(len(run.keys), ""))  # no answer in time
-            held = len(run.keys)
-        return run.part(held, len(run.keys))
+    def _chunks_of(self, saves: Sequence[Save]) -> int:
+        """Return the number of chunks to store, for all ranks."""
+        return chunks_of(saves) * len(self._stores)
 
     def _count_saved(self, result: PutResult) -> str:
         """Add a result to the statistics. Return its reason for skipped chunks."""
@@ -411,24 +359,9 @@ class WorkerSide:
         self._connection.close()
 
 
-def _batches(runs: Sequence[_Run], size: int) -> Iterator[list[_Run]]:
-    """Split the chunks into batches of at most `size` chunks."""
-    chunks = [(number, place) for number, run in enumerate(runs) for place in range(len(run.blocks))]
-    for start in range(0, len(chunks), size):
-        batch = []
-        for number, group in groupby(chunks[start : start + size], itemgetter(0)):
-            places = [place for _, place in group]
-            batch.append(runs[number].part(places[0], places[-1] + 1))
-        yield batch
-
-
 def _longest(load: Load) -> LoadedChunks:
     """Return the part with the most chunks. Its tokens are those that the load saves the engine from computing."""
     return max(load.parts, key=lambda part: len(part.names))
-
-
-def _chunks_of(saves: Sequence[Save]) -> int:
-    return sum(len(save.names) for save in saves)
 
 
 def _skipped(chunks: int, reason: str) -> PutResult:

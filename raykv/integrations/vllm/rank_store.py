@@ -1,0 +1,184 @@
+"""Reads and stores the chunks of one rank of a worker.
+
+A worker may have the KV of several ranks: those under which its KV heads are stored. Each rank has a namespace, so
+chunks of two ranks never share a key.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from raykv import Put
+from raykv.integrations.kv_layout import Layout
+from raykv.integrations.vllm.connection import Connection
+from raykv.integrations.vllm.events import Reporter
+from raykv.integrations.vllm.metadata import LoadedChunks, Rank, Save, Scope
+from raykv.protocol.namespace import Namespace
+from raykv.types import NO_HINTS, GetResult, Hints, KeyArray, Match, PutResult, Scattered
+
+if TYPE_CHECKING:
+    from raykv import Client
+
+
+@dataclass(frozen=True, slots=True)
+class RankCache:
+    """The part of a worker's KV cache that belongs to one rank.
+
+    Attributes:
+        namespace: The namespace of its chunks.
+        layouts: The layout of each KV cache group, by index.
+    """
+
+    namespace: Namespace
+    layouts: Mapping[int, Layout]
+
+    @property
+    def rank(self) -> Rank:
+        return self.namespace.pp_rank, self.namespace.tp_rank
+
+
+class _Run(NamedTuple):
+    """Consecutive chunks of save `number` to store. `depth` chunks precede them; `parent` is the last one's key."""
+
+    keys: KeyArray
+    blocks: Sequence[Sequence[int]]
+    parent: KeyArray | None
+    depth: int
+    hints: Hints
+    number: int
+
+    def part(self, start: int, stop: int) -> "_Run":
+        parent = self.keys[start - 1 : start] if start else self.parent
+        part = self._replace(keys=self.keys[start:stop], blocks=self.blocks[start:stop])
+        return part._replace(parent=parent, depth=self.depth + start)
+
+    def put(self, values: Sequence[Scattered]) -> Put:
+        ttl_s, priority = self.hints
+        return Put(self.keys, values, self.parent, self.depth, ttl_s=ttl_s or None, priority=priority)
+
+
+class RankStore:
+    """Copies the chunks of one rank between the KV cache and raykv.
+
+    Attributes:
+        cache: The part of the KV cache that belongs to the rank.
+        reporter: Reports which chunks are stored. None: the engine publishes no KV events.
+    """
+
+    def __init__(
+        self,
+        cache: RankCache,
+        connection: Connection,
+        *,
+        reporter: Reporter | None = None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.cache, self.reporter = cache, reporter
+        self._connection, self._clock = connection, clock
+
+    def client(self, scope: Scope) -> "Client | None":
+        """Return the client for the rank's chunks. None means that no node is connected yet."""
+        return self._connection.client(self.cache.namespace, scope)
+
+    def batch_chunks(self, group: int) -> int:
+        """Return how many chunks of a KV cache group one call of `load` takes."""
+        return self.cache.layouts[group].batch_chunks
+
+    def load(self, client: "Client", part: LoadedChunks, batch: slice, timeout_s: float) -> GetResult:
+        """Load one batch of chunks into their blocks, up to the first missing chunk."""
+        layout, blocks = self.cache.layouts[part.group], part.blocks[batch]
+        holders = part.holders[self.cache.rank][batch]
+        targets = [layout.targets(each) for each in blocks]
+        keys, match = client.keys(part.names[batch]), Match(len(holders), tuple(holders))
+        got = client.get(keys, targets, match=match, timeout_s=timeout_s)
+        layout.load(list(zip(blocks, targets, strict=True))[: got.prefix])
+        return got
+
+    def fence(self) -> Any:
+        """Mark the end of the kernels that compute this step's chunks: see `Layout.fence`."""
+        return next(iter(self.cache.layouts.values())).fence()
+
+    def prepare(self, chunks: Mapping[int, int], scope: Scope, timeout_s: float) -> None:
+        """Request slots for this number of chunks of each KV cache group, unless the client has enough."""
+        client = self.client(scope)
+        for group, count in chunks.items():
+            if client is not None:
+                # Nobody reads the result of this call. If it fails, `save` fails too, and reports the error.
+                client.prepare(self.cache.layouts[group].chunk_nbytes, count, timeout_s=timeout_s)
+
+    def skip(self, saves: Sequence[Save]) -> None:
+        """Report that no chunk of these saves is stored."""
+        if self.reporter is not None:
+            self.reporter.skip(saves)
+
+    def save(self, saves: Sequence[Save], fence: Any, *, deadline_s: float, flush_s: float) -> list[PutResult]:
+        """Store chunks, and collect late answers to earlier saves.
+
+        Args:
+            saves: All of one epoch.
+            deadline_s: Until then wait for slots. Without a wait, chunks get the slots that the client has.
+            flush_s: Wait at most this long for late answers.
+        """
+        # All saves of a step are of one epoch, and so of one quota group.
+        client = self.client(Scope(epoch=saves[0].scope.epoch if saves else ""))
+        if client is None:
+            self.skip(saves)
+            return [PutResult(0, 0, chunks_of(saves), "the node is not there yet")]
+        is_answered = False
+        try:
+            results = self._put(client, saves, fence, deadline_s)
+            late = client.flush(timeout_s=flush_s)
+            is_answered = not late.posted
+        finally:
+            if self.reporter is not None:
+                self.reporter.settle(client, saves, is_answered=is_answered)
+        return [*results, late]
+
+    def _put(self, client: "Client", saves: Sequence[Save], fence: Any, deadline_s: float) -> list[PutResult]:
+        """Copy chunks in batches into the node's memory. Commit each batch with one message."""
+        results: list[PutResult] = []
+        for index, layout in self.cache.layouts.items():
+            runs = [self._run(save, deadline_s, results) for save in saves if save.group == index]
+            for batch in _batches(runs, layout.batch_chunks):
+                values = iter(layout.read([blocks for run in batch for blocks in run.blocks], fence))
+                puts = [run.put(list(islice(values, len(run.blocks)))) for run in batch]
+                result = client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock()))
+                results.append(result)
+                if self.reporter is not None:
+                    is_stored = not result.skipped and not result.posted
+                    for run in batch:
+                        self.reporter.add(run.number, run.keys, run.depth, is_stored=is_stored)
+        return results
+
+    def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
+        """Return the chunks to store. Of `cached` chunks, skip those that nodes hold, or all if the lookup is slow."""
+        client = self.client(save.scope)
+        assert client is not None, "clients of all scopes are made from one"
+        above = [] if save.parent is None else [save.parent]
+        keys, start = client.keys([*above, *save.names]), len(above)
+        above_key, hints = keys[:start] if above else None, save.hints or NO_HINTS
+        run = _Run(keys[start:], save.blocks, above_key, save.depth, hints, save.number)
+        if not save.cached:
+            return run
+        held = client.match(run.keys, timeout_s=max(0.0, deadline_s - self._clock()), record=False).count
+        if self._clock() >= deadline_s and held < len(run.keys):
+            results.append(PutResult(0, 0, len(run.keys)))  # no answer in time
+            held = len(run.keys)
+        return run.part(held, len(run.keys))
+
+
+def _batches(runs: Sequence[_Run], size: int) -> Iterator[list[_Run]]:
+    """Split the chunks into batches of at most `size` chunks."""
+    chunks = [(number, place) for number, run in enumerate(runs) for place in range(len(run.blocks))]
+    for start in range(0, len(chunks), size):
+        batch = []
+        for number, group in groupby(chunks[start : start + size], itemgetter(0)):
+            places = [place for _, place in group]
+            batch.append(runs[number].part(places[0], places[-1] + 1))
+        yield batch
+
+
+def chunks_of(saves: Sequence[Save]) -> int:
+    return sum(len(save.names) for save in saves)
