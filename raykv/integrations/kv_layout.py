@@ -7,6 +7,7 @@ contains a description of the layout, so engines with different layouts never sh
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -80,9 +81,55 @@ def merged(runs: "Sequence[torch.Tensor]") -> "list[torch.Tensor]":
     return joined
 
 
+def stacked(runs: "Sequence[torch.Tensor]") -> "list[torch.Tensor]":
+    """Join runs of equal length that lie at equal distances in memory.
+
+    Returns:
+        Views of shape [num_blocks, joined runs, bytes of a run].
+    """
+    views: list[torch.Tensor] = []
+    for run in runs:
+        last = views[-1] if views else run.unsqueeze(1)
+        step = run.data_ptr() - last.data_ptr() - (last.shape[1] - 1) * last.stride(1)
+        alike = run.shape[1] == last.shape[2] and run.stride(0) == last.stride(0)
+        same = run.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        if alike and same and step > 0 and (last.shape[1] == 1 or step == last.stride(1)):
+            views[-1] = last.as_strided((len(run), last.shape[1] + 1, run.shape[1]), (run.stride(0), step, 1))
+        else:
+            views.append(run.unsqueeze(1))
+    return views
+
+
+def part_of(name: str, cache: "torch.Tensor", part: tuple[int, int]) -> "torch.Tensor":
+    """Return one of several equal parts of the KV heads of a layer.
+
+    Args:
+        cache: Shape [blocks, heads, tokens, content].
+        part: (Number of the part, number of parts).
+
+    Raises:
+        ConfigError: The heads cannot be divided into this number of parts.
+    """
+    number, parts = part
+    if parts == 1:
+        return cache
+    if cache.dim() != 4 or cache.shape[1] % parts:
+        raise ConfigError(
+            f"KV cache of layer {name}: shape {list(cache.shape)} has no heads to divide into {parts} parts; leave the "
+            "field 'store_tp_size' out"
+        )
+    heads = cache.shape[1] // parts
+    return cache.narrow(1, number * heads, heads)
+
+
 def describe(cache: "torch.Tensor") -> str:
-    """Describe one layer's blocks: shape, order of the axes in memory, element type."""
+    """Describe one layer's blocks: shape, order of the axes in memory, element type.
+
+    Tensors with equal bytes have equal descriptions, also if one of them is a part of a larger tensor.
+    """
     order = sorted(range(1, cache.dim()), key=lambda axis: (-cache.stride(axis), axis))
+    strides = {axis: math.prod(cache.shape[inner] for inner in order[place + 1 :]) for place, axis in enumerate(order)}
+    order.sort(key=lambda axis: (-strides[axis], axis))
     return f"{list(cache.shape[1:])}/{''.join(map(str, order))}/{str(cache.dtype).removeprefix('torch.')}"
 
 
@@ -155,6 +202,9 @@ class DeviceLayout(Layout):
         super().__init__(caches, num_blocks, chunk_blocks)
         self.batch_chunks = max(1, min(MAX_STAGED_CHUNKS, MAX_STAGED_NBYTES // self.chunk_nbytes))
         self._device = self._runs[0].device
+        # One copy for all runs of a layer is faster than a copy for each.
+        is_cut = len(self._runs) > len(caches)
+        self._views = stacked(self._runs) if is_cut else self._runs
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def fence(self) -> "torch.cuda.Event | None":
@@ -170,7 +220,8 @@ class DeviceLayout(Layout):
             if self._stream is not None and fence is not None:
                 self._stream.wait_event(fence)
             for blocks, buffer in zip(chunks, staged, strict=True):
-                buffer.copy_(torch.cat([run[block] for block in blocks for run in self._runs]), non_blocking=True)
+                pieces = [view[block].flatten() for block in blocks for view in self._views]
+                buffer.copy_(torch.cat(pieces), non_blocking=True)
             self._synchronize()
         return [[buffer.numpy().data] for buffer in staged]
 
@@ -182,11 +233,11 @@ class DeviceLayout(Layout):
 
         for blocks, (buffer,) in chunks:
             chunk = torch.frombuffer(buffer, dtype=torch.uint8).to(self._device, non_blocking=True)
-            places = list(itertools.product(blocks, self._runs))
-            pieces = chunk.split([run.shape[1] for _, run in places])
-            for (block, run), piece in zip(places, pieces, strict=True):
+            places = list(itertools.product(blocks, self._views))
+            pieces = chunk.split([view[0].numel() for _, view in places])
+            for (block, view), piece in zip(places, pieces, strict=True):
                 if block is not None:
-                    run[block].copy_(piece)
+                    view[block].copy_(piece.view(view.shape[1:]))
         self._synchronize()
 
     def _pinned(self) -> "torch.Tensor":
@@ -203,18 +254,24 @@ class DeviceLayout(Layout):
 
 
 def layout_of(
-    caches: "Mapping[str, torch.Tensor | Sequence[torch.Tensor]]", num_blocks: int, chunk_blocks: int
+    caches: "Mapping[str, torch.Tensor | Sequence[torch.Tensor]]",
+    num_blocks: int,
+    chunk_blocks: int,
+    *,
+    part: tuple[int, int] = (0, 1),
 ) -> Layout:
     """Make the layout for the device of these caches.
 
     Args:
         caches: The tensor of each layer, or its tensors (a state-space layer has several).
+        part: (Number, count): the layout of one of `count` equal parts of the heads of each layer. Each part has the
+            bytes, and the description, of a cache with these heads alone.
 
     Raises:
         ConfigError: The layout or the device is not supported.
     """
     tensors = {
-        f"{name}/{number}": tensor
+        f"{name}/{number}": part_of(name, tensor, part)
         for name, cache in caches.items()
         for number, tensor in enumerate(cache if isinstance(cache, list | tuple) else [cache])
     }

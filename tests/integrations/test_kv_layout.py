@@ -1,6 +1,7 @@
 """The bytes of a block, compared with torch's own indexing for every order of the axes. Needs no engine."""
 
 import itertools
+import random
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raykv.errors import ConfigError  # noqa: E402
-from raykv.integrations.kv_layout import DeviceLayout, Layout, layout_of, runs_of  # noqa: E402
+from raykv.integrations.kv_layout import DeviceLayout, Layout, layout_of, part_of, runs_of, stacked  # noqa: E402
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 2, 4, 10
 AXES = "LBHNC"
@@ -83,6 +84,69 @@ def test_it_is_imported_without_torch_and_without_an_engine():
     code = "import sys; import raykv.integrations.kv_layout; print({'torch', 'vllm', 'ray'} & {*sys.modules})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
+
+
+def cut(layers: dict[str, torch.Tensor], order: str, number: int, parts: int) -> dict[str, torch.Tensor]:
+    """Make the cache of a worker that has only one of several equal parts of the heads, in the same order."""
+    blocks, heads, tokens, content = next(iter(layers.values())).shape
+    shape, few = dict(zip(AXES, (len(layers), blocks, heads // parts, tokens, content), strict=True)), heads // parts
+    empty = torch.zeros([shape[axis] for axis in order], dtype=torch.bfloat16)
+    mine = dict(zip(layers, empty.permute([order.index(axis) for axis in AXES]), strict=True))
+    for name, layer in layers.items():
+        mine[name].copy_(layer[:, number * few : (number + 1) * few])
+    return mine
+
+
+def random_caches(order: str, rng: random.Random) -> tuple[dict[str, torch.Tensor], int]:
+    """Make layers of a random shape, and draw into how many parts to divide their heads."""
+    parts, few = rng.choice([2, 3, 4]), rng.choice([1, 2])
+    sizes = (rng.randint(1, 3), BLOCKS, parts * few, rng.choice([1, 4, 16]), rng.choice([2, 10]))
+    shape = dict(zip(AXES, sizes, strict=True))
+    physical = torch.empty([shape[axis] for axis in order], dtype=torch.bfloat16)
+    physical.view(torch.int16).random_(generator=torch.Generator().manual_seed(rng.randrange(100)))
+    views = physical.permute([order.index(axis) for axis in AXES])
+    return {f"layer.{number}": view for number, view in enumerate(views)}, parts
+
+
+@pytest.mark.parametrize("kind", ["cpu", "device"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_part_of_the_heads_is_what_a_worker_with_these_heads_has(order: str, kind: str):
+    """Byte for byte, in both directions, with an equal description: so engines of both sizes share chunks."""
+    seed = random.randrange(1 << 30)
+    rng, make = random.Random(seed), Layout if kind == "cpu" else DeviceLayout
+    for _ in range(4):
+        layers, parts = random_caches(order, rng)
+        blocks = [rng.sample(range(BLOCKS), 2) for _ in range(2)]
+        for number in range(parts):
+            few = make(cut(layers, order, number, parts), BLOCKS, 2)
+            mine = make({name: part_of(name, layer, (number, parts)) for name, layer in layers.items()}, BLOCKS, 2)
+            assert (mine.description, mine.chunk_nbytes) == (few.description, few.chunk_nbytes), f"seed {seed}"
+            for chunk in blocks:
+                assert b"".join(mine.read([chunk])[0]) == b"".join(few.read([chunk])[0]), f"seed {seed}"
+        before = {name: layer.clone() for name, layer in layers.items()}
+        number, (source, target) = rng.randrange(parts), rng.sample(range(BLOCKS), 2)
+        mine = make({name: part_of(name, layer, (number, parts)) for name, layer in layers.items()}, BLOCKS, 1)
+        carry(mine, [source], [target])
+        for name, layer in layers.items():
+            old, heads = before[name], layer.shape[1] // parts
+            old[target, number * heads : (number + 1) * heads] = old[source, number * heads : (number + 1) * heads]
+            assert bits(layer) == bits(old), f"seed {seed}: only these heads of this block have changed"
+
+
+def test_a_device_copies_the_runs_of_a_cut_layer_at_once():
+    layers = {name: part_of(name, layer, (1, 2)) for name, layer in caches("LBNHC").items()}
+    runs = [run for name, layer in layers.items() for run in runs_of(name, layer, BLOCKS)]
+    assert len(runs) == LAYERS * TOKENS
+    assert len(stacked(runs)) < LAYERS * TOKENS / 2
+    assert [len(stacked([run])) for run in runs] == [1] * len(runs)
+
+
+@pytest.mark.parametrize(
+    ("cache", "parts"), [(torch.zeros(7, 2, 4, 2), 4), (torch.zeros(7, 4), 2), (torch.zeros(7, 1, 4, 2), 2)]
+)
+def test_a_layer_without_enough_heads_is_not_divided(cache: torch.Tensor, parts: int):
+    with pytest.raises(ConfigError, match=rf"layer odd.*no heads to divide into {parts} parts.*store_tp_size"):
+        layout_of({"odd": cache}, 7, 1, part=(0, parts))
 
 
 def test_layers_that_share_a_tensor_are_taken_once():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVQuantMode,
     MambaSpec,
+    MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
 )
@@ -25,9 +28,13 @@ import raykv  # noqa: E402
 from raykv.errors import ConfigError  # noqa: E402
 from raykv.integrations.vllm.checks import check_cache, check_engine  # noqa: E402
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
+from raykv.integrations.vllm.connection import Connection  # noqa: E402
 from raykv.integrations.vllm.groups import Groups  # noqa: E402
+from raykv.integrations.vllm.lookups import Lookups, Prompt  # noqa: E402
+from raykv.integrations.vllm.metadata import Scope  # noqa: E402
 from raykv.integrations.vllm.namespace import Scopes, namespace_of  # noqa: E402
 from raykv.integrations.vllm.revision import content_digest  # noqa: E402
+from raykv.integrations.vllm.tensor_ranks import tensor_ranks  # noqa: E402
 from raykv.protocol.chunk_keys import named  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
 
@@ -107,6 +114,7 @@ def cache(specs: list[Any]) -> KVCacheConfig:
 def namespace(vllm_config: Any, *, config: ConnectorConfig | None = None, **changes: Any) -> Namespace:
     known = {
         "rank": (0, 0),
+        "tensor_ranks": vllm_config.parallel_config.tensor_parallel_size,
         "block_tokens": [32],
         "layout": "2x[2, 32, 64]/123/bfloat16",
         "attention": "CPU_ATTN/amx",
@@ -406,8 +414,107 @@ def test_a_cache_of_known_groups_is_accepted(specs: list[Any]):
 def test_ranks_with_the_same_bytes_share_a_namespace_of_a_smaller_engine(model: Path):
     """For example latents (MLA) with two tensor ranks: what an engine with one rank stores."""
     both = engine(model, parallel_config__tensor_parallel_size=2)
-    assert namespace(both, replicas=2).digest == namespace(engine(model)).digest
+    assert namespace(both, tensor_ranks=1).digest == namespace(engine(model)).digest
     assert namespace(both).differences(namespace(engine(model))) == ["tp_size"]
+
+
+def latents(**fields: Any) -> Any:
+    return attention(MLAAttentionSpec, num_kv_heads=1, max_tp_shards=1, **fields)
+
+
+def ranks_of(
+    size: int, store_tp_size: int | None, *specs: Any, replicas: int = 1, draft_size: int | None = None
+) -> Any:
+    """The ranks under which an engine of this tensor parallel size stores its KV."""
+    made, layers = engine("any", parallel_config__tensor_parallel_size=size), cache(list(specs))
+    layers.kv_tp_replicas = replicas
+    if draft_size:
+        made.num_lookahead_tokens = 1
+        draft = SimpleNamespace(tensor_parallel_size=draft_size)
+        made.speculative_config = SimpleNamespace(draft_parallel_config=draft)
+    return tensor_ranks(made, layers, ConnectorConfig(store_tp_size=store_tp_size))
+
+
+def test_engines_of_other_sizes_store_under_the_same_ranks():
+    """8 KV heads: an engine with 1, 2 or 4 ranks stores as one with 4."""
+    for size in (1, 2, 4):
+        ranks = ranks_of(size, 4, attention(num_kv_heads=8 // size), window_of(8 // size), draft_size=size)
+        assert ranks.count == 4
+        assert [rank for worker in range(size) for rank in ranks.of(worker)] == [0, 1, 2, 3]
+        assert {ranks.replica(worker) for worker in range(size)} == {(0, 1)}
+
+
+def window_of(heads: int) -> Any:
+    return attention(SlidingWindowSpec, sliding_window=64, num_kv_heads=heads)
+
+
+@pytest.mark.parametrize("store_tp_size", [None, 4])
+@pytest.mark.parametrize("specs", [[attention()], [attention(), state("align")], [attention(num_head_slots=2)]])
+def test_by_default_each_rank_stores_for_itself(store_tp_size: int | None, specs: list[Any]):
+    ranks = ranks_of(4, store_tp_size, *specs)
+    assert [list(ranks.of(worker)) for worker in range(4)] == [[0], [1], [2], [3]]
+    assert (ranks.count, ranks.replica(3)) == (4, (0, 1))
+
+
+@pytest.mark.parametrize("store_tp_size", [None, 1, 2, 4, 16])
+def test_latents_are_stored_once_whatever_the_sizes(store_tp_size: int | None):
+    for size in (1, 4):
+        ranks = ranks_of(size, store_tp_size, latents(), replicas=size)
+        assert ranks.count == 1
+        assert {tuple(ranks.of(worker)) for worker in range(size)} == {(0,)}
+        assert [ranks.replica(worker) for worker in range(size)] == [(worker, size) for worker in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("size", "store_tp_size", "specs", "says"),
+    [
+        (1, 3, [attention(num_kv_heads=2)], "a layer has 2 KV heads; set a divisor"),
+        (2, 3, [attention(num_kv_heads=4)], "tensor_parallel_size is 2; set the largest tensor_parallel_size"),
+        (4, 2, [attention(num_kv_heads=4)], "tensor_parallel_size is 4; set the largest tensor_parallel_size"),
+        (2, 4, [attention(num_kv_heads=1)], "a layer has at most 2 KV heads"),
+        (2, 4, [attention(num_kv_heads=4), window_of(3)], "a layer has 6 KV heads"),
+        (1, 2, [attention(), state("align")], r"not divided by heads \(MambaSpec\); leave it out"),
+        (1, 2, [attention(), latents()], r"not divided by heads \(MLAAttentionSpec\)"),
+        (1, 2, [attention(num_head_slots=4)], "packs heads or scales"),
+        (1, 2, [attention(state_content_bytes=72)], "packs heads or scales"),
+        (1, 2, [attention(kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)], "packs heads or scales"),
+    ],
+)
+def test_kv_that_cannot_be_divided_is_refused_by_name(size: int, store_tp_size: int, specs: list[Any], says: str):
+    with pytest.raises(ConfigError, match=f"field 'store_tp_size': {store_tp_size}, but .*{says}"):
+        ranks_of(size, store_tp_size, *specs)
+
+
+def test_a_drafter_of_another_size_is_refused():
+    with pytest.raises(ConfigError, match="draft_tensor_parallel_size is 1; set both to 2"):
+        ranks_of(2, 4, attention(num_kv_heads=4), draft_size=1)
+
+
+def test_a_ticket_of_an_engine_that_stores_under_other_ranks_is_refused_by_name():
+    hashes = [bytes([number]) * 32 for number in range(4)]
+    spaces = {size: {(0, rank): rank_of(rank, size) for rank in range(size)} for size in (1, 2)}
+    with raykv.embedded(arena_nbytes="64 MiB") as cluster:
+        lookups = {
+            size: Lookups(
+                ConnectorConfig(),
+                Groups(cache([attention()]), 1),
+                Connection(partial(cluster.client, here[0, 0])),
+                here,
+            )
+            for size, here in spaces.items()
+        }
+        asked = Prompt(hashes, 0, 127)
+        for size, other in ((1, 2), (2, 1)):
+            tickets = lookups[size].tickets(Scope(), hashes, 128)
+            assert lookups[size].redeem(Scope(), asked, tickets).hit.tokens == 0
+            with pytest.raises(raykv.NamespaceMismatch, match=rf"{size} tensor ranks.*under {other}.*'store_tp_size'"):
+                lookups[other].redeem(Scope(), asked, tickets)
+        for each in lookups.values():
+            each.close()
+
+
+def rank_of(rank: int, size: int) -> Namespace:
+    return Namespace(model="toy", tp_rank=rank, tp_size=size)
 
 
 def test_a_drafter_with_kv_is_part_of_the_namespace(model: Path, tmp_path: Path):

@@ -32,19 +32,28 @@ def no_file_of_vllm_stays() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("write", "chunks", "arguments"),
+    ("write", "copies", "arguments"),
     [
         # Each rank stores its half of the heads.
-        (lambda folder: write_model(folder, seed=0), 2 * (TOKENS // BLOCK), {"dtype": "float32"}),
+        (lambda folder: write_model(folder, seed=0), 2, {"dtype": "float32"}),
         # Latents are equal on both ranks, so together they store each chunk once.
-        (write_mla, TOKENS // 16, {"dtype": "bfloat16", "block_size": 16}),
+        (write_mla, 1, {"dtype": "bfloat16", "block_size": 16}),
     ],
     ids=["heads", "latents"],
 )
-def test_two_ranks_reuse_what_they_stored(
-    write: Callable[[Path], Path], chunks: int, arguments: dict[str, Any], tmp_path: Path
+def test_engines_with_one_and_two_ranks_share_what_they_store(
+    write: Callable[[Path], Path],
+    copies: int,
+    arguments: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    model, document = write(tmp_path / "toy"), prompt(1, TOKENS)
+    """First two ranks store, then one rank loads and stores under two ranks, then two ranks load."""
+    monkeypatch.setattr("raykv.integrations.vllm.lookups.HAND_OFF_WAIT_S", 5.0)  # patient, on a busy machine
+    model, first, second = write(tmp_path / "toy"), prompt(1, TOKENS), prompt(2, TOKENS)
+    size = arguments.get("block_size", BLOCK)
+    tokens = TOKENS // size * size
+    chunks = copies * (TOKENS // size)
     with raykv.embedded(nodes=1, arena_nbytes="64 MiB", extent_nbytes="1 MiB") as cluster:
 
         def stored() -> int:
@@ -52,24 +61,47 @@ def test_two_ranks_reuse_what_they_stored(
 
         publishing = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         with Engine(model, cluster.address(0), **TWO_RANKS, **arguments, kv_events_config=publishing) as engine:
-            scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-            batches: list[KVEventBatch] = []
-            scheduler.kv_event_publisher.publish = batches.append
-            expected = engine.answer([document])
-            while scheduler.has_requests():
-                engine.llm.llm_engine.step()
+            take = events_of(engine)
+            expected = engine.answer([first])
+            assert take() == first[:tokens], "each block goes out once, when both ranks have it"
             wait_until(lambda: stored() >= chunks)
             assert stored() == chunks
-            events = [event for batch in batches for event in batch.events if event.medium == "CPU"]
-            tokens = [token for event in events for token in event.token_ids]
-            size = arguments.get("block_size", BLOCK)
-            assert tokens == document[: TOKENS // size * size], "each block goes out once, when both ranks have it"
-        with Engine(model, cluster.address(0), **TWO_RANKS, **arguments) as engine:
-            assert engine.answer([document]) == expected
-            assert engine.reused_tokens() >= TOKENS // BLOCK * BLOCK
+        wider = {"extra": {"store_tp_size": 2}, **arguments}
+        with Engine(model, cluster.address(0), **wider, kv_events_config=publishing) as engine:
+            take = events_of(engine)
+            loaded = engine.answer([first])
+            assert engine.counted("reused_tokens") == tokens
+            if copies > 1:  # with bfloat16, one rank and two may answer differently
+                assert loaded == engine.answer([first], salt="computed")
+            take()
+            engine.answer([second], count=1, params={"do_remote_decode": True})
+            assert take() == second[:tokens], "each block goes out once, when it is stored under both ranks"
+            ticket = engine.outputs[0].kv_transfer_params
+            assert len(ticket["raykv"]) == copies
             assert engine.counted("errors") == 0
-        if write is write_mla:
-            with Engine(model, cluster.address(0), **arguments) as engine:
-                engine.answer([document])
-                assert engine.reused_tokens() >= TOKENS // BLOCK * BLOCK, "an engine with one rank shares latents"
-        assert stored() == chunks
+        with Engine(model, cluster.address(0), **TWO_RANKS, **arguments) as engine:
+            before = stored()
+            assert engine.answer([first]) == expected
+            loaded = engine.answer([second], params=ticket)
+            assert engine.counted("reused_tokens") == 2 * tokens
+            assert engine.counted("lookups", "ticket") == 1
+            assert engine.counted("errors") == 0
+            assert stored() == before
+            if copies > 1:
+                assert loaded == engine.answer([second], salt="computed")
+
+
+def events_of(engine: Engine) -> Callable[[], list[int]]:
+    """Return a function that returns the tokens of raykv's events since its last call, when all are out."""
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    batches: list[KVEventBatch] = []
+    scheduler.kv_event_publisher.publish = batches.append
+
+    def take() -> list[int]:
+        while scheduler.has_requests():
+            engine.llm.llm_engine.step()
+        events = [event for batch in batches for event in batch.events if event.medium == "CPU"]
+        batches.clear()
+        return [token for event in events for token in event.token_ids]
+
+    return take

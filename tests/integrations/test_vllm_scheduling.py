@@ -97,9 +97,9 @@ class Running:
     mixed: bool = False
 
 
-def groups_of(kinds: str, tokens: int) -> list[KVCacheGroupSpec]:
+def groups_of(kinds: str, tokens: int, heads: int) -> list[KVCacheGroupSpec]:
     """Make one group for each letter: f (full attention), w (sliding window), s (a state at the end of a block)."""
-    attention = {"num_kv_heads": 1, "head_size": tokens // BLOCK_TOKENS, "dtype": torch.int64}
+    attention = {"num_kv_heads": heads, "head_size": tokens // BLOCK_TOKENS, "dtype": torch.int64}
     full = FullAttentionSpec(block_size=tokens, **{**attention, "head_size": 1})
     specs: dict[str, Any] = {
         "f": full,
@@ -170,9 +170,12 @@ class Engine:
         kinds: str = "f",
         block_tokens: int = BLOCK_TOKENS,
         publishes: bool = False,
+        store_tp_size: int = 1,
         **options: Any,
     ) -> None:
         """Make an engine with one group of layers for each letter in `kinds`: see `groups_of`.
+
+        It has one KV head for each rank under which it stores its KV.
 
         With `threads`, lookups, loads and saves run on the connector's own threads. With `publishes`, the connector's
         KV events are appended to `events`.
@@ -195,7 +198,8 @@ class Engine:
                 "kv_connector_module_path": "raykv.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"address": address, "chunk_blocks": chunk_blocks, **patient, **options},
+                "kv_connector_extra_config": {"address": address, "chunk_blocks": chunk_blocks, **patient, **options}
+                | {"store_tp_size": store_tp_size},
             },
         ).create_engine_config()
         config.scheduler_config.async_scheduling = overlap
@@ -204,8 +208,8 @@ class Engine:
         self.kinds, self.block_tokens, self.chunk_blocks = kinds, block_tokens, chunk_blocks
         self.blocks = BLOCKS * (len(kinds) + 1) // 2
         config.cache_config.num_gpu_blocks = self.blocks
-        page = block_tokens * 2 * 8
-        groups = groups_of(kinds, block_tokens)
+        page, self.heads = block_tokens * store_tp_size * 2 * 8, store_tp_size
+        groups = groups_of(kinds, block_tokens, self.heads)
         cache = KVCacheConfig(
             num_blocks=self.blocks,
             kv_cache_tensors=[
@@ -216,7 +220,7 @@ class Engine:
             hash_block_size=BLOCK_TOKENS,
         )
         # Layer n of every group lies in the same memory. The groups take their blocks from one pool.
-        self.slots = torch.full((LAYERS, self.blocks, 1, block_tokens, 2), -1, dtype=torch.int64)
+        self.slots = torch.full((LAYERS, self.blocks, self.heads, block_tokens, 2), -1, dtype=torch.int64)
         self.calls = Slow(rng)
         with pytest.MonkeyPatch.context() as patch:
             if not threads:
@@ -425,17 +429,21 @@ class Engine:
                 continue
             for block in {block for chunk in part.blocks for block in chunk if block is not None} - invalid:
                 start = tables[part.group].index(block) * size
-                wanted = [value + 10 * part.group for value in values[start : start + size]]
-                held = self.slots[0, block, 0, : len(wanted), 0].tolist()
-                assert held == wanted, f"{load.request_id}: a load brought KV of other tokens or weights"
+                for head in range(self.heads):
+                    wanted = [value + 10 * part.group + 100 * head for value in values[start : start + size]]
+                    held = self.slots[0, block, head, : len(wanted), 0].tolist()
+                    assert held == wanted, f"{load.request_id}: a load brought KV of other tokens, weights or heads"
 
     def compute_slots(self, layer: int, table: list[int], values: list[int], first: int, start: int) -> bool:
         """Compute the slots from `start` on. Return whether those before, from `first` on, hold their prefix."""
-        slots, size = self.slots[layer, :, 0, :, 0], self.block_tokens
-        held = [int(slots[table[p // size], p % size]) for p in range(first, start)]
-        for p in range(start, len(values)):
-            slots[table[p // size], p % size] = values[p]
-        return held == values[first:start]
+        size, is_right = self.block_tokens, True
+        for head in range(self.heads):
+            slots, wanted = self.slots[layer, :, head, :, 0], [value + 100 * head for value in values]
+            held = [int(slots[table[p // size], p % size]) for p in range(first, start)]
+            for p in range(start, len(wanted)):
+                slots[table[p // size], p % size] = wanted[p]
+            is_right = is_right and held == wanted[first:start]
+        return is_right
 
     def compute_state(self, layer: int, table: list[int], values: list[int], first: int, start: int) -> bool:
         """Replace a state by the value of the last token, in the block of that token. Return whether it was right."""
@@ -505,7 +513,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 5)
 SPEC_KINDS = {"f": "full_attention", "w": "sliding_window", "s": "mamba"}
 SHAPES: list[dict[str, Any]] = [
     {},
-    {"chunk_blocks": 3},
+    {"chunk_blocks": 3, "store_tp_size": 2},
     {"kinds": "w"},
     {"kinds": "fww"},
     {"kinds": "fs"},
@@ -731,7 +739,8 @@ def test_an_event_goes_out_for_each_stored_chunk(
             assert client.exists([name + suffixes[event.group_idx] for name in names]).all()
             chunks += len(names)
             assert event.kv_cache_spec_kind == SPEC_KINDS[engine.kinds[event.group_idx]]
-        assert chunks == engine.counted["stored_chunks|stored"] + engine.counted["stored_chunks|existed"] > 0
+        stored = engine.counted["stored_chunks|stored"] + engine.counted["stored_chunks|existed"]
+        assert chunks == stored / engine.heads > 0
         engine.close()
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 import raykv  # noqa: E402
 from raykv.errors import ConfigError, PeerUnavailable, ProtocolError  # noqa: E402
-from raykv.integrations.kv_layout import DeviceLayout, Layout  # noqa: E402
+from raykv.integrations.kv_layout import DeviceLayout, Layout, part_of  # noqa: E402
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
 from raykv.integrations.vllm.connection import Connection  # noqa: E402
 from raykv.integrations.vllm.groups import Group  # noqa: E402
@@ -49,15 +49,32 @@ class Clock:
 class Bench:
     """A worker's side over a small KV cache and a real client."""
 
-    def __init__(self, open_client: Callable[[], raykv.Client], kind: type[Layout] = Layout, **config: Any) -> None:
-        self.cache = torch.arange(BLOCKS * 1024, dtype=torch.int32).view(BLOCKS, 1, 4, 256)
+    def __init__(
+        self,
+        open_client: Callable[[], raykv.Client],
+        kind: type[Layout] = Layout,
+        *,
+        ranks: int = 1,
+        publishes: bool = False,
+        **config: Any,
+    ) -> None:
+        """Make a worker that stores its KV under this number of ranks."""
+        self.cache = torch.arange(BLOCKS * 1024, dtype=torch.int32).view(BLOCKS, 4, 4, 64)
+        self.ranks = [NAMESPACE.with_fields(tp_rank=rank, tp_size=ranks) for rank in range(ranks)]
         self.stats, self.clock = RayKVStats(), Clock()
         self.connection = Connection(open_client)
         self.worker = WorkerSide(
             ConnectorConfig(**{"store_timeout_s": 5.0, **config}),  # patient, so that a busy machine skips nothing
             self.stats,
-            cache=WorkerCache([RankCache(NAMESPACE, {0: kind({"layer": self.cache}, BLOCKS, 1)})], {0: GROUP}),
+            cache=WorkerCache(
+                [
+                    RankCache(space, {0: kind({"layer": part_of("layer", self.cache, (rank, ranks))}, BLOCKS, 1)})
+                    for rank, space in enumerate(self.ranks)
+                ],
+                {0: GROUP},
+            ),
             connection=self.connection,
+            publishes=publishes,
             clock=self.clock,
         )
 
@@ -74,7 +91,7 @@ class Bench:
 
     def load(self, count: int = 6, *, holder: str = "node-0") -> set[str]:
         """Load the first `count` chunks into the blocks from 10 on, and wait. Returns the finished requests."""
-        part = LoadedChunks(0, NAMES[:count], [[10 + n] for n in range(count)], {(0, 0): [holder] * count})
+        part = LoadedChunks(0, NAMES[:count], [[10 + n] for n in range(count)], self.held(holder, count))
         self.worker.start_loads(StepOrders([Load("r", Scope(), [part])]))
         finished: set[str] = set()
         while not finished:
@@ -82,6 +99,9 @@ class Bench:
             finished, failed = self.worker.pop_finished()
             assert not failed, "one group: only blocks fail"
         return finished
+
+    def held(self, holder: str, count: int) -> dict[tuple[int, int], list[str]]:
+        return {(0, rank): [holder] * count for rank in range(len(self.ranks))}
 
     def arrived(self) -> list[int]:
         return [n for n in range(6) if torch.equal(self.cache[10 + n], self.cache[n])]
@@ -127,6 +147,53 @@ def test_what_is_saved_here_is_loaded_there(cluster: raykv.EmbeddedCluster, benc
     assert there.counted("loaded_tokens") == {f"node-0|{'tcp' if node else 'shm'}": 24}
 
 
+@pytest.mark.parametrize("kind", [Layout, DeviceLayout])
+def test_a_worker_stores_and_loads_for_several_ranks(cluster: raykv.EmbeddedCluster, benches: list[Bench], kind: Any):
+    benches += [Bench(lambda: cluster.client(NAMESPACE), kind, ranks=4, publishes=True) for _ in range(2)]
+    here, there = benches
+    assert here.save_all([replace(order(), number=7)]) == ""
+    assert here.counted("stored_chunks") == {"stored": 24}
+    for rank, space in enumerate(here.ranks):
+        chunk = bytearray(1024)
+        assert cluster.client(space).get([NAMES[3]], [chunk]).prefix == 1
+        assert bytes(chunk) == here.cache[3, rank].numpy().tobytes(), "what a worker with this rank's head stores"
+    report = here.worker.pop_report()
+    assert report is not None
+    assert report.stored == {7: [frozenset(range(6))] * 4}
+    assert there.load() == {"r"}
+    assert there.arrived() == list(range(6))
+    assert there.counted("reused_tokens") == {"": 24}
+    assert there.counted("loaded_tokens") == {"node-0|shm": 24}
+    assert there.counted("loaded_bytes") == {"shm": 24 * 1024}
+
+
+def test_a_chunk_without_all_its_ranks_is_recomputed(cluster: raykv.EmbeddedCluster, benches: list[Bench]):
+    bench = Bench(lambda: cluster.client(NAMESPACE), ranks=2)
+    benches.append(bench)
+    bench.save(0, 3)
+    for space, first in zip(bench.ranks, (3, 4), strict=True):  # the fourth chunk is there for one rank only
+        assert cluster.client(space).put(NAMES[first:], [bytes(2048)] * (6 - first)).stored == 6 - first
+    assert bench.load() == {"r"}
+    assert bench.worker.pop_failed_blocks() == {13, 14, 15}
+    assert bench.arrived()[:3] == [0, 1, 2]
+    assert (bench.counted("reused_tokens"), bench.counted("lost_tokens")) == ({"": 12}, {"": 12})
+
+
+def test_if_one_rank_fails_to_store_every_rank_reports_the_save(
+    cluster: raykv.EmbeddedCluster, benches: list[Bench], monkeypatch: pytest.MonkeyPatch
+):
+    def put_many(*_: Any, **__: Any) -> None:
+        raise ProtocolError("odd")
+
+    bench = Bench(lambda: cluster.client(NAMESPACE), ranks=2, publishes=True)
+    benches.append(bench)
+    monkeypatch.setattr(raykv.Client, "put_many", put_many)
+    assert bench.save_all([replace(order(), number=7)]) == "odd"
+    report = bench.worker.pop_report()
+    assert report is not None
+    assert report.stored == {7: [frozenset()] * 2}
+
+
 def test_a_load_is_done_batch_by_batch_up_to_the_first_that_is_missing(
     cluster: raykv.EmbeddedCluster, benches: list[Bench], monkeypatch: pytest.MonkeyPatch
 ):
@@ -144,8 +211,11 @@ def test_a_load_is_done_batch_by_batch_up_to_the_first_that_is_missing(
     assert bench.counted("lost_tokens") == {"": 12}
 
 
-def test_a_private_epoch_is_dropped_after_its_last_save(cluster: raykv.EmbeddedCluster, benches: list[Bench]):
-    bench = Bench(lambda: cluster.client(NAMESPACE))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_private_epoch_is_dropped_after_its_last_save(
+    cluster: raykv.EmbeddedCluster, benches: list[Bench], ranks: int
+):
+    bench = Bench(lambda: cluster.client(NAMESPACE), ranks=ranks)
     benches.append(bench)
     private = Scope(epoch="private:1")
 
@@ -156,11 +226,11 @@ def test_a_private_epoch_is_dropped_after_its_last_save(cluster: raykv.EmbeddedC
     bench.save()
     bench.worker.enter(private.epoch)
     bench.save_all([replace(order(), scope=private)])
-    assert (stored(""), stored(private.epoch)) == (6, 6)
+    assert (stored(""), stored(private.epoch)) == (6 * ranks, 6 * ranks)
     bench.worker.save([replace(order(), scope=replace(private, salt="s"))])
     bench.worker.enter("stated:1")
     wait_until(lambda: stored(private.epoch) == 0)
-    assert stored("") == 6
+    assert stored("") == 6 * ranks
 
 
 def test_a_load_that_ends_in_another_epoch_is_lost(cluster: raykv.EmbeddedCluster, benches: list[Bench]):

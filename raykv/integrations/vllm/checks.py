@@ -11,16 +11,16 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 
 from raykv.errors import ConfigError
 from raykv.integrations.vllm.config import ConnectorConfig
+from raykv.integrations.vllm.groups import layer_specs
 from raykv.integrations.vllm.metadata import WorkerNamespaces
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _KNOWN_SPECS = (
     *(FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec),
@@ -100,7 +100,7 @@ def check_cache(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", con
         ConfigError: The cache is not supported. The message names the unsupported parts and the remedy.
     """
     groups = kv_cache_config.prefix_cacheable_groups
-    specs = [spec for group in groups for spec in _specs(group.kv_cache_spec)]
+    specs = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
     unknown = sorted({type(spec).__name__ for spec in specs if type(spec) not in _KNOWN_SPECS})
     if unknown or not specs:
         raise ConfigError(
@@ -127,7 +127,3 @@ def check_cache(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", con
         raise ConfigError(
             "this model attends to later tokens, so its KV depends on more than the prefix and cannot be reused"
         )
-
-
-def _specs(spec: "KVCacheSpec") -> list["KVCacheSpec"]:
-    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]

@@ -25,6 +25,8 @@ class ConnectorConfig(Model):
             host, set this to seconds, because saves then cross the network.
         load_threads: At most this many loads run at once. Others wait in a queue, and their timeout includes this wait.
         revision: Text that identifies the weights. None means a digest of local files, or the commit of a hub model.
+        store_tp_size: Engines of different tensor parallel sizes share KV if all have the same `store_tp_size`: the
+            largest tensor_parallel_size of these engines, a multiple of each. None: this engine's size.
         max_hint_s: Hints of requests last at most this long; longer times are reduced. 0: hints are not read.
     """
 
@@ -36,6 +38,7 @@ class ConnectorConfig(Model):
     load_timeout_s: Annotated[float, Field(gt=0)] = 5.0
     store_timeout_s: Annotated[float, Field(gt=0)] = 0.003
     load_threads: Annotated[int, Field(ge=1, le=64)] = 4
+    store_tp_size: Annotated[int, Field(ge=1)] | None = None
     max_hint_s: Annotated[float, Field(ge=0, le=MAX_TTL_S)] = 86_400.0
     revision: Annotated[str, Field(min_length=1)] | None = None
 

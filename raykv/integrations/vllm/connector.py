@@ -8,7 +8,7 @@ other groups it recomputes the whole request.
 """
 
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -36,11 +36,12 @@ from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.epochs import Statement
 from raykv.integrations.vllm.events import StoredEvents, publishes_events
 from raykv.integrations.vllm.groups import Groups
-from raykv.integrations.vllm.metadata import StepOrders, WorkerNamespaces, WorkerReport
+from raykv.integrations.vllm.metadata import Rank, StepOrders, WorkerNamespaces, WorkerReport
 from raykv.integrations.vllm.namespace import attention_of, namespace_of
 from raykv.integrations.vllm.rank_store import RankCache
 from raykv.integrations.vllm.scheduler import SchedulerSide
 from raykv.integrations.vllm.stats import RayKVPromMetrics, RayKVStats
+from raykv.integrations.vllm.tensor_ranks import tensor_ranks
 from raykv.integrations.vllm.worker import WorkerCache, WorkerSide
 from raykv.protocol.namespace import Namespace
 
@@ -113,6 +114,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         check_engine(vllm_config)
         self._config = ConnectorConfig.load(self._kv_transfer_config.kv_connector_extra_config)
         check_cache(vllm_config, kv_cache_config, self._config)
+        self._tensor_ranks = tensor_ranks(vllm_config, kv_cache_config, self._config)
         self._groups = Groups(kv_cache_config, self._config.chunk_blocks)
         self._close: Callable[[], None] = lambda: None
 
@@ -208,41 +210,55 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
     # -- hooks of a worker, in the order of a step ----------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        groups, config = self._kv_cache_config.kv_cache_groups, self._kv_cache_config
-        layouts, attention = {}, {}
-        for group in self._groups.each:
-            names = [name for name in groups[group.index].layer_names if name in kv_caches]
-            caches = {name: kv_caches[name] for name in names}
-            layouts[group.index] = layout_of(caches, config.num_blocks, group.chunk_blocks)
-            attention[group.index] = attention_of(self._vllm_config, names)
-        rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
-        replicas = config.kv_tp_replicas
-        namespace = namespace_of(
-            self._vllm_config,
-            self._config,
-            rank=(rank[0], rank[1] // replicas),
-            replicas=replicas,
-            block_tokens=[group.block_tokens for group in self._groups.each],
-            layout="|".join(layout.description for layout in layouts.values()),
-            attention="|".join(attention.values()),
+        groups = self._kv_cache_config.kv_cache_groups
+        names = {
+            group.index: [name for name in groups[group.index].layer_names if name in kv_caches]
+            for group in self._groups.each
+        }
+        caches = {index: {name: kv_caches[name] for name in each} for index, each in names.items()}
+        attention = "|".join(attention_of(self._vllm_config, each) for each in names.values())
+        pipeline, tensor = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+        ranks = self._tensor_ranks.of(tensor)
+        cache = WorkerCache(
+            [self._rank_cache((pipeline, rank), caches, (n, len(ranks)), attention) for n, rank in enumerate(ranks)],
+            groups={group.index: group for group in self._groups.each},
+            replica=self._tensor_ranks.replica(tensor),
+            counts_tokens=(pipeline, tensor) == (0, 0),
         )
-        logger.info("raykv namespace: %r", namespace)
-        sizes = {index: layout.chunk_nbytes for index, layout in layouts.items()}
-        stored = RankCache(namespace, layouts)
-        self._worker_namespaces = WorkerNamespaces({stored.rank: namespace}, sizes)
+        self._worker_namespaces = cache.handshake()
         self.worker_side = WorkerSide(
             self._config,
             self._stats,
-            cache=WorkerCache(
-                [stored],
-                groups={group.index: group for group in self._groups.each},
-                replica=(rank[1] % replicas, replicas),
-                counts_tokens=rank == (0, 0),
-            ),
-            connection=Connection(partial(_connect_writer, self._config, namespace, set(sizes.values()))),
+            cache=cache,
+            connection=Connection(partial(_connect_writer, self._config, cache.ranks)),
             publishes=publishes_events(self._vllm_config),
         )
         self._close = self.worker_side.close
+
+    def _rank_cache(
+        self, rank: Rank, caches: dict[int, dict[str, torch.Tensor]], part: tuple[int, int], attention: str
+    ) -> RankCache:
+        """Find the part of the KV cache that belongs to one of the worker's ranks.
+
+        Args:
+            caches: The layers of each KV cache group, by index.
+            part: (Number of the rank, number of ranks) among the worker's ranks.
+        """
+        layouts = {
+            group.index: layout_of(caches[group.index], self._kv_cache_config.num_blocks, group.chunk_blocks, part=part)
+            for group in self._groups.each
+        }
+        namespace = namespace_of(
+            self._vllm_config,
+            self._config,
+            rank=rank,
+            tensor_ranks=self._tensor_ranks.count,
+            block_tokens=[group.block_tokens for group in self._groups.each],
+            layout="|".join(layout.description for layout in layouts.values()),
+            attention=attention,
+        )
+        logger.info("raykv namespace: %r", namespace)
+        return RankCache(namespace, layouts)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker_namespaces
@@ -318,10 +334,11 @@ def _connect(config: ConnectorConfig, namespace: Namespace) -> raykv.Client:
     return raykv.connect(namespace, address=config.address, timeout_s=CONNECT_TIMEOUT_S)
 
 
-def _connect_writer(config: ConnectorConfig, namespace: Namespace, sizes: Set[int]) -> raykv.Client:
-    client = _connect(config, namespace)
-    for chunk_nbytes in sizes:
-        client.prepare(chunk_nbytes, 1)  # connect now, because this takes longer than a step may wait
+def _connect_writer(config: ConnectorConfig, ranks: Sequence[RankCache]) -> raykv.Client:
+    client = _connect(config, ranks[0].namespace)
+    for rank in ranks:
+        for chunk_nbytes in {layout.chunk_nbytes for layout in rank.layouts.values()}:
+            client.using(rank.namespace).prepare(chunk_nbytes, 1)  # now, because this takes longer than a step may wait
     return client
 
 

@@ -16,7 +16,7 @@ class LoadDecision:
     """Decides for one engine, from the costs that it has measured."""
 
     def __init__(self, load_policy: str, groups: Groups, chunk_nbytes: Mapping[int, int]) -> None:
-        """Use `load_policy` of `ConnectorConfig`, and `chunk_nbytes`, the size of the chunks of each group by index."""
+        """Use `load_policy` of `ConnectorConfig`, and `chunk_nbytes`, the size of a worker's chunks by group."""
         self._always = load_policy == "always"
         self._groups, self._chunk_nbytes = groups, chunk_nbytes
         self._costs = Costs()
@@ -70,7 +70,7 @@ class LoadDecision:
             self._costs.end_load(request_id, ended.shifted(lag_s))
 
     def _source(self, found: Found) -> tuple[NodeId, int]:
-        """Return the node that holds most of the chunks to load, and the size of the load of one rank."""
+        """Return the node that holds most of the chunks to load, and the size of the load of one worker."""
         held = next(iter(found.held.values()))
         chunks = [(index, end) for index, ends in found.hit.ends.items() for end in ends]
         ((holder, _),) = Counter(held[chunk].node_id for chunk in chunks).most_common(1)

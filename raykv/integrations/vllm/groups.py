@@ -222,4 +222,9 @@ class _StoredBlocks:
 
 def spec_of(spec: "KVCacheSpec") -> "KVCacheSpec":
     """Return the kind of the layers of a group. All layers of a group are of one kind."""
-    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    return layer_specs(spec)[0]
+
+
+def layer_specs(spec: "KVCacheSpec") -> list["KVCacheSpec"]:
+    """Return the specification of each layer of a group, or the one that all its layers share."""
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]

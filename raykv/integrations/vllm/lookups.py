@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from raykv.errors import NamespaceMismatch
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.groups import NO_HIT, Group, Groups, Hashes, Hit
@@ -116,10 +117,14 @@ class Lookups:
             tickets: Unchecked input from an HTTP request.
 
         Raises:
-            RayKVError: A ticket is not valid, or belongs to another namespace.
+            RayKVError: A ticket is not valid, or belongs to another namespace. If the engines store under different
+                numbers of tensor ranks, the error names the remedy.
         """
         clients = self.clients(scope)
-        if not isinstance(tickets, list) or len(tickets) != len(clients):
+        if not isinstance(tickets, list) or not tickets or not clients:
+            return NOTHING
+        _check_ranks(Ticket.from_json(tickets[0]), next(iter(clients.values())).namespace)
+        if len(tickets) != len(clients):
             return NOTHING
         places = self.places(prompt.hashes, 0, prompt.limit + 1)
         held = {}
@@ -248,3 +253,12 @@ class Lookups:
 def _held(places: Sequence[Place], holders: Sequence[Holder | None]) -> Held:
     pairs = zip(places, holders, strict=False)
     return {(group.index, end): holder for (group, end), holder in pairs if holder is not None}
+
+
+def _check_ranks(ticket: Ticket, namespace: Namespace) -> None:
+    theirs, mine = ticket.group.tp_size, namespace.tp_size
+    if theirs != mine:
+        raise NamespaceMismatch(
+            f"the prefill engine stores KV under {theirs} tensor ranks, and this engine under {mine}; set "
+            "'store_tp_size' in kv_connector_extra_config of both engines to the larger tensor_parallel_size"
+        )

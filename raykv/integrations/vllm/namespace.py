@@ -32,17 +32,17 @@ def namespace_of(
     config: ConnectorConfig,
     *,
     rank: Rank,
-    replicas: int = 1,
+    tensor_ranks: int,
     block_tokens: Sequence[int],
     layout: str,
     attention: str,
 ) -> Namespace:
-    """Make the namespace of one worker's chunks.
+    """Make the namespace of the chunks of one rank.
 
     Args:
-        rank: Pipeline rank, and the number of the set of tensor ranks that hold the same bytes.
-        replicas: Number of tensor ranks in such a set. So engines of another tensor parallel size, but with the same
-            division of the KV heads, share chunks.
+        rank: The rank under which the chunks are stored.
+        tensor_ranks: Number of tensor ranks under which the engine stores chunks. So engines of different tensor
+            parallel sizes share chunks if they store under the same ranks.
         block_tokens: Number of tokens in a block of each group.
         layout, attention: Descriptions of all groups: `Layout.description` and `attention_of`.
 
@@ -61,7 +61,7 @@ def namespace_of(
         pp_rank=rank[0],
         pp_size=parallel.pipeline_parallel_size,
         tp_rank=rank[1],
-        tp_size=parallel.tensor_parallel_size // replicas,
+        tp_size=tensor_ranks,
         attention_backend=attention,
         hash_algorithm=hash_algorithm(cache.prefix_caching_hash_algo),
         extra={

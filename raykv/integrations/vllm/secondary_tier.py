@@ -101,6 +101,7 @@ def tier_namespace(vllm_config: "VllmConfig", offloading: "OffloadingConfig", co
         vllm_config,
         ConnectorConfig(revision=config.revision, chunk_blocks=blocks_per_chunk),
         rank=(0, 0),
+        tensor_ranks=vllm_config.parallel_config.tensor_parallel_size,
         block_tokens=[group.tokens_per_block for group in offloading.groups],
         layout=f"offloaded/{offloading.kv_cache_layout}/{digest_of(fields)}",
         # vLLM chooses the kernels in the workers, from this configuration and the device.

@@ -23,7 +23,16 @@ from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.epochs import EpochDropper, Statement, is_private
 from raykv.integrations.vllm.events import Reporter, Stored
 from raykv.integrations.vllm.groups import Group
-from raykv.integrations.vllm.metadata import Load, LoadedChunks, LoadTimes, Save, Scope, StepOrders, WorkerReport
+from raykv.integrations.vllm.metadata import (
+    Load,
+    LoadedChunks,
+    LoadTimes,
+    Save,
+    Scope,
+    StepOrders,
+    WorkerNamespaces,
+    WorkerReport,
+)
 from raykv.integrations.vllm.rank_store import RankCache, RankStore, chunks_of
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.types import NodeId, Path, PutResult
@@ -79,6 +88,13 @@ class WorkerCache:
     def is_prefix(self) -> bool:
         """Whether leading chunks are of use without the others. Then vLLM recomputes only the others."""
         return len(self.groups) == 1 and all(group.whole for group in self.groups.values())
+
+    def handshake(self) -> WorkerNamespaces:
+        """Return what the scheduler needs to know."""
+        sizes = Counter[int]()
+        for rank in self.ranks:
+            sizes.update({index: layout.chunk_nbytes for index, layout in rank.layouts.items()})
+        return WorkerNamespaces({rank.rank: rank.namespace for rank in self.ranks}, dict(sizes))
 
 
 class WorkerSide:
@@ -258,15 +274,17 @@ class WorkerSide:
             if counts and store is self._stores[0]:  # all ranks load the same tokens
                 result.sources.update(got.chunks_by_source)
             stop = start + got.prefix  # a chunk is of no use without all its ranks
+            if stop == start:
+                return False
         result.chunks += stop - start
         return stop == batch.stop
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def mine(self, saves: Sequence[Save]) -> list[Save]:
-        """Return the saves of this rank. Ranks that hold the same bytes share the work by the names of the chunks."""
-        number, ranks = self._cache.replica
-        return [save for save in saves if save.names[0][0] % ranks == number]
+        """Return the saves of this worker. Those with the same bytes share the work by the names of the chunks."""
+        number, workers = self._cache.replica
+        return [save for save in saves if save.names[0][0] % workers == number]
 
     def prepare(self, saves: Sequence[Save]) -> None:
         """Request slots for these saves, unless the client has enough. The answer arrives while the step computes."""
