@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raykv.config import HIGHEST_PRIORITY
-from raykv.integrations.vllm.groups import Hashes
 from raykv.types import Hints, KeyArray
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from raykv import Client
+    from raykv.integrations.vllm.groups import Hashes
 
 PARAMETER: Final = "raykv_hints"
 """The key of the hints in a request's `kv_transfer_params`."""
@@ -292,11 +292,11 @@ class Sessions:
 class HintSender:
     """Sends the hints of ended requests to the nodes. One thread uses it."""
 
-    def __init__(self, names: Callable[[Hashes], list[bytes]]) -> None:
-        """`names` returns the names of all chunks of a request."""
-        self._names, self._sessions = names, Sessions()
+    def __init__(self, names: Callable[["Hashes"], list[bytes]], save_wait_s: float = SAVE_WAIT_S) -> None:
+        """`names` returns the names of all chunks of a request. `save_wait_s`: 0 if no save is under way."""
+        self._names, self._sessions, self._save_wait_s = names, Sessions(), save_wait_s
 
-    def send(self, clients: Collection["Client"], hints: RequestHints, tenant: Hashable, hashes: Hashes) -> None:
+    def send(self, clients: Collection["Client"], hints: RequestHints, tenant: Hashable, hashes: "Hashes") -> None:
         """Send the hints of a request that has ended.
 
         Args:
@@ -319,8 +319,8 @@ class HintSender:
                 retain = partial(client.retain, ttl_s=hints.retention[0], priority=hints.retention[1])
                 calls.append(partial(_reaches_all, retain, client.keys(names)))
         reached = [call() for call in calls]
-        if not all(reached):
-            time.sleep(SAVE_WAIT_S)
+        if self._save_wait_s and not all(reached):
+            time.sleep(self._save_wait_s)
             for call in calls:
                 call()
 
