@@ -608,6 +608,31 @@ def test_no_slot_holds_kv_of_other_weights(
         engine.close()
 
 
+def test_a_request_that_begins_with_a_part_of_an_old_block_stores_nothing(model: Path, cluster: raykv.EmbeddedCluster):
+    """VLLM asks for a match at the start of that block, as if the request had no old KV."""
+    shape = {"kinds": "fs", "block_tokens": 2 * BLOCK_TOKENS}
+    engine = Engine(model, cluster.address(0), random.Random(1), threads=True, **shape)
+    start, prompt = list(range(BLOCK_TOKENS + 2)), [*range(BLOCK_TOKENS + 2), *range(50, 70)]
+    engine.add("short", start, max_tokens=1, salt="")
+    engine.run()
+    engine.add("long", list(range(20, 43)), max_tokens=50, salt="")
+    while not engine.outputs["long"]:
+        engine.step()
+    assert engine.reset(1, preempt=False)
+    assert engine.has_old_blocks, "a request runs, so vLLM cannot clear its cache"
+    requests = engine.scheduler.connector.scheduler_side.requests
+    engine.add("mixed", prompt, max_tokens=2, salt="")
+    while not requests["mixed"].started:
+        engine.step()
+    assert requests["mixed"].cached == BLOCK_TOKENS
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("fresh", prompt, max_tokens=2, salt="")
+    engine.run()
+    assert engine.loaded_tokens == 0
+    engine.close()
+
+
 def test_finished_requests_are_reported_to_the_nodes(model: Path, cluster: raykv.EmbeddedCluster):
     """Each report names the chunks of the prompt. Aborted and handed-over requests are not reported."""
     reports: list[tuple[int, int]] = []

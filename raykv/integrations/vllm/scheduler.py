@@ -318,6 +318,7 @@ class SchedulerSide:
         request, groups = tracked.request, self._groups
         if not tracked.started:
             tracked.start(request.num_computed_tokens)
+            # `match` was asked about the whole blocks before. The request may begin with a part of an old one.
             tracked.mixed |= self._has_old_blocks and tracked.cached > 0
         if tracked.mixed:
             return []
