@@ -202,7 +202,7 @@ class Engine:
         names = names_of(call)
         self._client.hint(self._client.keys(names), output_tokens=call.output_tokens)
         if hints.after_end:
-            self._sender.send([self._client], hints, "", names)
+            self._sender.send([self._client], hints, "", names, prompt=len(names))
 
 
 def names_of(call: Call) -> list[bytes]:

@@ -21,7 +21,8 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
 import raykv  # noqa: E402
-from raykv.integrations.vllm.hints import MAX_ACTIONS, MAX_FIELDS, NO_HINTS, RequestHints, Sessions, parse  # noqa: E402
+from raykv.integrations.vllm.hints import MAX_ACTIONS, MAX_FIELDS, NO_HINTS, RequestHints, parse  # noqa: E402
+from raykv.integrations.vllm.sessions import Sessions, Turn  # noqa: E402
 from raykv.storage.row_hints import ENDED  # noqa: E402
 from tests.integrations import test_vllm_scheduling as toy  # noqa: E402
 from tests.support.nodes import wait_until  # noqa: E402
@@ -55,6 +56,7 @@ def action(kind: Any, payload: Any, version: Any = "1.0") -> KvHintAction:
         ({"pin_s": 1e9}, RequestHints(retention=(DAY_S, 100))),
         ({"pin_s": 300, "ttl_s": 60}, RequestHints(ttl_s=300.0, retention=(300.0, 100))),
         ({"session_end": True, "pin_s": 300}, RequestHints(ends=True)),
+        ({"store_decode": False}, RequestHints(store_decode=False)),
     ],
 )
 def test_own_hints(own: dict[str, Any], hints: RequestHints):
@@ -147,25 +149,54 @@ def test_hints_can_be_switched_off():
     assert parse(request, 0.0).hints is NO_HINTS  # type: ignore[arg-type]
 
 
+def turn(prompt: str = "", generated: str = "") -> Turn:
+    """Make a turn. Each letter is one hash, that of the text up to it."""
+    text = prompt + generated
+    hashes = [text[: end + 1].encode() for end in range(len(text))]
+    return Turn(hashes[: len(prompt)], hashes[len(prompt) :])
+
+
+def names(text: str) -> list[bytes]:
+    return [text[: end + 1].encode() for end in range(len(text))]
+
+
 def test_a_session_leaves_out_what_others_use():
     sessions = Sessions(most_chunks=6)
-    sessions.add("a", [b"system", b"a1"])
-    sessions.add("b", [b"system", b"b1"])
-    sessions.add("a", [b"system", b"a1", b"a2"])
+    sessions.add("a", [b"system", b"a1"], turn())
+    sessions.add("b", [b"system", b"b1"], turn())
+    sessions.add("a", [b"system", b"a1", b"a2"], turn())
     assert sessions.pop("a") == [b"a1", b"a2"]
     assert sessions.pop("a") == sessions.pop("never") == []
-    sessions.add("c", [b"system", b"c1"])
+    sessions.add("c", [b"system", b"c1"], turn())
     assert sessions.pop("c") == [b"c1"], "two sessions used it, although one has ended"
 
 
 def test_sessions_are_bounded():
     sessions = Sessions(most_chunks=6)
     for number in range(100):
-        sessions.add(number, [f"{number} {chunk}".encode() for chunk in range(4)])
+        sessions.add(number, [f"{number} {chunk}".encode() for chunk in range(4)], turn())
     assert sessions.pop(98) == []
     assert len(sessions.pop(99)) == 4
-    sessions.add("long", [b"%d" % number for number in range(10)])
+    sessions.add("long", [b"%d" % number for number in range(10)], turn())
     assert sessions.pop("long") == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "generated", "superseded"),
+    [
+        ("systemQ1answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # the template dropped the reasoning
+        ("systemQ*answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # and changed the end of the prompt
+        ("systemQ1<thi>answer1Q2", "more", []),  # the next turn reads the reasoning
+        ("systemQ1", "other", []),  # another answer to the same prompt: both may be continued
+        ("systemX1answer1Q2", "more", []),  # another conversation of the session
+    ],
+)
+def test_the_next_turn_supersedes_what_its_prompt_drops(prompt: str, generated: str, superseded: list[str]):
+    sessions = Sessions()
+    first = turn("systemQ1", "<thi")._replace(generated=[b"systemQ1<th", b"systemQ1<thi"])
+    assert sessions.add("s", names("systemQ1<thi"), first) == []
+    assert sessions.add("t", names(prompt + generated), turn(prompt, generated)) == [], "another session"
+    assert [*map(bytes.decode, sessions.add("s", names(prompt + generated), turn(prompt, generated)))] == superseded
 
 
 # -- with a scheduler and a node ----------------------------------------------------------------------------------
@@ -289,6 +320,24 @@ def test_the_end_of_a_session_frees_its_chunks_first(agents: Callable[[], Agent]
     wait_until(lambda: agent.store.table.ticks(time.monotonic()) > marked)
     assert agent.run(second) > 0
     assert agent.ranks(second)[:15] == [0] * 15, "a read takes the mark away"
+
+
+def test_reasoning_that_the_next_turn_drops_goes_first(agents: Callable[[], Agent]):
+    agent, first = agents(), prompt_of("first", 8 * toy.BLOCK_TOKENS + 3)
+    agent.run(first, session="s")
+    whole = toy.expected(first, 2)
+    assert agent.ranks(first + whole) == [0] * 9, "the last chunk has a generated token"
+    agent.run(first + prompt_of("answer"), session="s")
+    assert agent.ranks(first + whole) == [0] * 8 + [ENDED]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_hint_decides_whether_generated_tokens_are_stored(agents: Callable[[], Agent], stored: bool):
+    agent, prompt = agents(), prompt_of("prompt", 8 * toy.BLOCK_TOKENS + 3)
+    agent.run(prompt, store_decode=stored)
+    rows = agent.rows(prompt + toy.expected(prompt, 2))
+    assert (rows[:8] >= 0).all()
+    assert (rows[8] >= 0) == stored
 
 
 def test_an_engine_without_hints_marks_nothing(agents: Callable[[], Agent]):

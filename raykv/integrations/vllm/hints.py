@@ -7,8 +7,7 @@ of this engine use, and the next read of a chunk undoes it.
 """
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raykv.config import HIGHEST_PRIORITY
+from raykv.integrations.vllm.sessions import Sessions, Turn
 from raykv.types import Hints, KeyArray
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ MAX_SESSION_ID: Final = 256
 """A longer session id, in characters, is ignored."""
 DEFAULT_RETENTION_S: Final = 3600.0
 """A high priority without `ttl_s` lasts this long."""
-MAX_SESSION_CHUNKS: Final = 1 << 18
-"""At most this many chunks of sessions are remembered. Chunks of the sessions used least recently are forgotten."""
 SAVE_WAIT_S: Final = 0.02
 """Hints about a request's last chunks are sent again after this time if some chunks were not stored yet."""
 
@@ -55,6 +53,7 @@ class _Own(BaseModel):
     priority: Annotated[int, Field(ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)] | None = None
     pin_s: Seconds | None = None
     session_end: bool = False
+    store_decode: bool | None = None
 
 
 class _Lenient(BaseModel):
@@ -96,6 +95,7 @@ class RequestHints:
         retention: (Seconds, priority) for which all chunks of the request are retained after its end.
         ends: Whether the session ends with the request.
         ended: Other sessions that end with the request.
+        store_decode: Whether to store chunks that fill up while decoding. None: the connector's config decides.
     """
 
     session: str = ""
@@ -104,6 +104,7 @@ class RequestHints:
     retention: tuple[float, int] | None = None
     ends: bool = False
     ended: frozenset[str] = frozenset()
+    store_decode: bool | None = None
 
     @property
     def of_stored(self) -> Hints | None:
@@ -166,6 +167,7 @@ class _Reader:
         self._retention: tuple[float, int] | None = None
         self._ends = False
         self._ended: set[str] = set()
+        self._store_decode: bool | None = None
         self._used = 0
         self._ignored: list[str] = []
 
@@ -180,7 +182,8 @@ class _Reader:
             ttl_s = ttl_s and max(ttl_s, retention[0])
         elif ttl_s:  # renew the time to live of chunks that the request did not store, not their priority
             retention = (ttl_s, -HIGHEST_PRIORITY)
-        hints = RequestHints(self._session, ttl_s, priority, retention, self._ends, frozenset(self._ended))
+        ended = frozenset(self._ended)
+        hints = RequestHints(self._session, ttl_s, priority, retention, self._ends, ended, self._store_decode)
         return Parsed(hints, self._used, self._ignored)
 
     def read_session(self, session: Any) -> None:
@@ -204,6 +207,8 @@ class _Reader:
         if own.pin_s is not None:
             self._retention = (self._clip(own.pin_s), HIGHEST_PRIORITY)
         self._ends = self._ends or own.session_end
+        if own.store_decode is not None:
+            self._store_decode = own.store_decode
         self._used += 1
 
     def read_envelope(self, envelope: Any) -> None:
@@ -259,36 +264,6 @@ class _Reader:
         self._ignored.append(f"hint {where}: {reason}")
 
 
-class Sessions:
-    """The chunks of recent sessions, by name. One thread uses it."""
-
-    def __init__(self, most_chunks: int = MAX_SESSION_CHUNKS) -> None:
-        self._most_chunks, self._count = most_chunks, 0
-        self._chunks: OrderedDict[Hashable, dict[bytes, None]] = OrderedDict()
-        self._users: OrderedDict[bytes, Hashable] = OrderedDict()  # None: several sessions
-
-    def add(self, session: Hashable, names: Iterable[bytes]) -> None:
-        """Remember that a session uses chunks."""
-        chunks = self._chunks.pop(session, {})
-        self._count -= len(chunks)
-        for name in names:
-            chunks[name] = None
-            user = self._users.pop(name, session)
-            self._users[name] = session if user == session else None
-        self._chunks[session] = chunks
-        self._count += len(chunks)
-        while self._count > self._most_chunks:
-            self._count -= len(self._chunks.popitem(last=False)[1])
-        while len(self._users) > self._most_chunks:
-            self._users.popitem(last=False)
-
-    def pop(self, session: Hashable) -> list[bytes]:
-        """Forget a session. Return its chunks, without those that another session uses, such as a system prompt."""
-        chunks = self._chunks.pop(session, {})
-        self._count -= len(chunks)
-        return [name for name in chunks if self._users.get(name) == session]
-
-
 class HintSender:
     """Sends the hints of ended requests to the nodes. One thread uses it."""
 
@@ -296,21 +271,27 @@ class HintSender:
         """`names` returns the names of all chunks of a request. `save_wait_s`: 0 if no save is under way."""
         self._names, self._sessions, self._save_wait_s = names, Sessions(), save_wait_s
 
-    def send(self, clients: Collection["Client"], hints: RequestHints, tenant: Hashable, hashes: "Hashes") -> None:
+    def send(
+        self, clients: Collection["Client"], hints: RequestHints, tenant: Hashable, hashes: "Hashes", prompt: int
+    ) -> None:
         """Send the hints of a request that has ended.
 
         Args:
             tenant: A session of one tenant is not a session of another, even if they have the same id.
             hashes: The engine's hashes of the request.
+            prompt: How many of the hashes belong to the prompt.
         """
         names = self._names(hashes)
         if not names:
             return
         session = (tenant, hints.session or names[-1])  # a request without a session is one of its own
+        marked: list[bytes] = []
         if hints.session or hints.ends:
-            self._sessions.add(session, names)
+            of_prompt = set(self._names(hashes[:prompt]))
+            turn = Turn(list(hashes[:prompt]), [name for name in names if name not in of_prompt])
+            marked += self._sessions.add(session, names, turn)
         ended = [(tenant, each) for each in sorted(hints.ended)] + [session] * hints.ends
-        marked = [name for each in ended for name in self._sessions.pop(each)]
+        marked += [name for each in ended for name in self._sessions.pop(each)]
         calls: list[Callable[[], bool]] = []
         for client in clients:
             if marked:

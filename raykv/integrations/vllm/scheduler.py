@@ -300,9 +300,10 @@ class SchedulerSide:
     def _send_hints(self, tracked: Tracked) -> None:
         """Send the hints of an ended request to the nodes, on a thread. Hints that cannot be sent are dropped."""
         if tracked.hints.after_end and self._report_places.acquire(blocking=False):
-            clients, hashes = self._lookups.clients(tracked.scope), tracked.request.block_hashes
-            send = partial(self._hint_sender.send, clients.values(), tracked.hints, tracked.scope, hashes)
-            self._reporter.submit(send).add_done_callback(lambda _: self._report_places.release())
+            clients, request = self._lookups.clients(tracked.scope), tracked.request
+            prompt = request.num_prompt_tokens // self._groups.hash_tokens
+            send = partial(self._hint_sender.send, clients.values(), tracked.hints, tracked.scope, request.block_hashes)
+            self._reporter.submit(send, prompt).add_done_callback(lambda _: self._report_places.release())
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
@@ -323,7 +324,8 @@ class SchedulerSide:
         if tracked.mixed:
             return []
         known = min(request.num_computed_tokens + tokens, request.num_tokens)
-        if not self._config.store_decode:
+        stores_decode = tracked.hints.store_decode
+        if not (self._config.store_decode if stores_decode is None else stores_decode):
             known = min(known, request.num_prompt_tokens)
         known = min(known, len(request.block_hashes) * groups.hash_tokens)
         saves: list[Save] = []
