@@ -164,12 +164,22 @@ class Supervisor:
             _report(self._reports, NodeReport(os.getpid(), problem=str(error)))
             return CONFIG_STATUS
         _report(self._reports, NodeReport(os.getpid(), node.member.local_address))
-        while signal.sigtimedwait({signal.SIGTERM}, CHECK_S) is None:
+        while not _has_sigterm():
             if node.failure is not None:
                 log.critical("the node failed (%r); ending this process", node.failure)
                 return 1
         node.stop(leave=False)
         return 0
+
+
+def _has_sigterm() -> bool:
+    """Wait for SIGTERM, up to CHECK_S.
+
+    If the process was stopped (SIGSTOP) during the wait, and the time is over when it goes on, Python returns a signal
+    that has not come, with another number.
+    """
+    found = signal.sigtimedwait({signal.SIGTERM}, CHECK_S)
+    return found is not None and found.si_signo == signal.SIGTERM
 
 
 def _report(reports: int, report: NodeReport) -> None:

@@ -22,10 +22,11 @@ from raykv.errors import ConfigError, PeerUnavailable, UsageError
 from raykv.memory import native
 from raykv.protocol import messages
 from raykv.supervisor.handle import NodeHandle
+from raykv.supervisor.process import CHECK_S
 from raykv.transport.link import Link
 from raykv.types import NodeId
 from tests.support.load import Load
-from tests.support.nodes import SECRET, SPACE, get, names, put, wait_until
+from tests.support.nodes import SECRET, SPACE, get, names, put, stop_process, wait_until
 from tests.support.soak import soak
 
 OWNER = """
@@ -111,6 +112,19 @@ def test_it_serves_and_leaves_the_cluster_at_the_end(shm_dir):
         one.node.stop(unlink=True)
     assert members(one.membership) == set()
     assert not list(shm_dir.iterdir())
+
+
+def test_a_node_that_was_stopped_for_a_while_goes_on(made):
+    """It waits for a signal in periods of CHECK_S. A stop that is longer than a period must not look like a signal."""
+    pid = made.node.pid
+    stop_process(pid)
+    until_s = time.monotonic() + CHECK_S + 0.1
+    wait_until(lambda: time.monotonic() > until_s)
+    os.kill(pid, signal.SIGCONT)
+    until_s = time.monotonic() + 2 * CHECK_S
+    wait_until(lambda: time.monotonic() > until_s)
+    assert is_there(pid)
+    assert (made.node.pid, made.node.starts) == (pid, 1)
 
 
 def test_a_killed_node_is_back_with_its_chunks_under_its_address(made):

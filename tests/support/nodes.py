@@ -57,7 +57,14 @@ def stop_process(pid: int) -> None:
     """Send SIGSTOP, and wait until every thread of the process has stopped."""
     os.kill(pid, signal.SIGSTOP)
     stats = list(Path(f"/proc/{pid}/task").glob("*/stat"))
-    wait_until(lambda: all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in stats))
+
+    def is_stopped(stat: Path) -> bool:
+        try:
+            return stat.read_text().rpartition(")")[2].split()[0] == "T"
+        except (FileNotFoundError, ProcessLookupError):
+            return True  # the thread has ended meanwhile
+
+    wait_until(lambda: all(map(is_stopped, stats)))
 
 
 def names(count: int, prefix: str = "chunk") -> list[str]:
