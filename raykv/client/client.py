@@ -80,7 +80,7 @@ class Client(AdminCalls):
             NamespaceMismatch: The ticket was made under another namespace.
         """
         found, router = self._as_keys(keys), self.router
-        if router.local is not None and record and router.local.reader.table.header["recording"] and len(found):
+        if record and router.is_recording and len(found):
             self._recorder.record(found, today_s=time.time(), now_s=time.monotonic())
         deadline_s = router.deadline(timeout_s)
         nbytes = self._fetcher.lengths(found, deadline_s)

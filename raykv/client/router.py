@@ -201,6 +201,11 @@ class Router:
         return self.ask(self.member(node_id, deadline_s).address, request, deadline_s)
 
     @property
+    def is_recording(self) -> bool:
+        """Whether this host's node records requests, for `raykv record`."""
+        return self.local is not None and bool(self.local.reader.table.header["recording"])
+
+    @property
     def local_id(self) -> NodeId | None:
         """Name of this host's node. None: this host has no node."""
         return None if self.local is None else self.local.attached.node_id

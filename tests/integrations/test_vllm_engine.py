@@ -5,7 +5,6 @@ changes the answer. In float32 a loaded prefix gives the tokens of a full comput
 own prefix hit, which already differs from a full computation by rounding.
 """
 
-import gc
 import json
 import os
 import time
@@ -20,19 +19,13 @@ pytest.importorskip("vllm")
 import raykv
 from tests.support.engines import BLOCK, CHUNK_NBYTES, Engine, prompt, write_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_full_collections")]
 
 SHARED = prompt(0, 300)
 PROMPTS = [SHARED, prompt(1, 45, after=SHARED[:200]), prompt(2, 20), prompt(3, 257), prompt(4, 33)]
 COMMON = 200 // BLOCK * BLOCK
 """Tokens that two prompts share: when one is loaded first, the engine has them for the other."""
 FULL = sum((len(one) - 1) // BLOCK * BLOCK for one in PROMPTS)
-
-
-@pytest.fixture(autouse=True)
-def no_full_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip full garbage collections: each vLLM engine does seven, which take two thirds of the time here."""
-    monkeypatch.setattr(gc, "collect", lambda generation=2: 0)
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +247,15 @@ def test_a_hand_off_needs_no_lookup(
         assert decode.counted("lookups", "ticket") == 4
         assert decode.counted("errors") == 0
         assert decode.counted("reused_tokens") >= len(SHARED) // BLOCK * BLOCK + 256
+
+
+def test_a_ticket_names_the_nodes_from_which_the_prefill_engine_has_loaded(model: Path, cluster: raykv.EmbeddedCluster):
+    fill(model, cluster)
+    with Engine(model, cluster.address(1)) as prefill:
+        for _ in range(2):  # the second time, the engine has the chunks in its own cache
+            prefill.answer([SHARED], count=1, params={"do_remote_decode": True, "do_remote_prefill": False})
+            ((ticket,),) = [prefill.outputs[0].kv_transfer_params["raykv"]]
+            assert ticket["runs"] == [{"node_id": "node-0", "chunks": len(SHARED) // BLOCK}]
 
 
 def test_a_forged_ticket_is_a_miss(model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]):

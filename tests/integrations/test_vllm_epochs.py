@@ -1,6 +1,5 @@
 """Weight epochs: after a change of the weights, no KV of other weights is reused, and no engine shares by mistake."""
 
-import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,17 +23,12 @@ from raykv.protocol.namespace import Namespace  # noqa: E402
 from tests.support.engines import BLOCK, Engine, prompt, write_model  # noqa: E402
 from tests.support.nodes import wait_until  # noqa: E402
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_full_collections")]
 
 PROMPTS = [prompt(0, 300), prompt(1, 150)]
 FULL = sum((len(one) - 1) // BLOCK * BLOCK for one in PROMPTS)
 WARM_UP = [prompt(9, 5)]
 """The scheduler's side hears a statement with the output of a step. This prompt makes a step, and fills no block."""
-
-
-@pytest.fixture(autouse=True)
-def no_full_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gc, "collect", lambda generation=2: 0)
 
 
 @pytest.fixture(scope="module")

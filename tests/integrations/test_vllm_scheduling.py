@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 import raykv  # noqa: E402
+from raykv.client.router import Router  # noqa: E402
 from raykv.integrations.vllm import connector as connector_module  # noqa: E402
 from raykv.integrations.vllm import costs as costs_module  # noqa: E402
 from raykv.integrations.vllm import epochs as epochs_module  # noqa: E402
@@ -61,7 +63,9 @@ from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
 from raykv.integrations.vllm.decision import LoadDecision  # noqa: E402
 from raykv.integrations.vllm.epochs import Statement  # noqa: E402
 from raykv.integrations.vllm.metadata import Load  # noqa: E402
-from tests.support.nodes import stop_process  # noqa: E402
+from raykv.protocol import messages  # noqa: E402
+from raykv.transport.link import Link  # noqa: E402
+from tests.support.nodes import stop_process, wait_until  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -719,6 +723,29 @@ def test_chunks_in_this_hosts_memory_are_found_at_once(model: Path, node: tuple[
         engine.step()
     engine.close()
     assert engine.outputs["second"] == expected(prompt, 3)
+
+
+def test_a_request_is_recorded_on_a_thread(model: Path, node: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
+    """To record a request means a call to the node, also if the chunks are found in this host's memory."""
+    address, _ = node
+    senders: list[threading.Thread] = []
+    monkeypatch.setattr(Router, "send_trace", lambda router, requests: senders.append(threading.current_thread()))
+    engine = Engine(model, address, random.Random(1), threads=True)
+    prompt = list(range(21))
+    engine.add("first", prompt, max_tokens=3, salt="")
+    while engine.scheduler.requests:
+        engine.step()
+    wait([future for _, _, future in engine.worker.worker_side.saving])
+    engine.scheduler.reset_prefix_cache()
+    link = Link.connect(address, b"", deadline_s=time.monotonic() + 10.0)
+    link.call(messages.FetchTrace(True), deadline_s=time.monotonic() + 10.0)
+    link.close()
+    engine.add("second", prompt, max_tokens=3, salt="")
+    while engine.scheduler.requests:
+        engine.step()
+    wait_until(lambda: senders)
+    engine.close()
+    assert threading.current_thread() not in senders
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlapped"])

@@ -5,7 +5,7 @@ that know the holders. A hand-off ticket names the holders, so no owner is asked
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -17,7 +17,7 @@ from raykv.integrations.vllm.groups import NO_HIT, Group, Groups, Hashes, Hit
 from raykv.integrations.vllm.metadata import Rank, Scope
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.ticket import Ticket
-from raykv.types import Holder
+from raykv.types import Holder, NodeId
 
 if TYPE_CHECKING:
     from raykv import Client
@@ -30,6 +30,8 @@ IDLE_WAIT_S: Final = 0.001
 hold the GIL, which the lookup needs."""
 HAND_OFF_WAIT_S: Final = 0.02
 """`tickets` waits at most this long until the nodes have committed the last chunks of a prompt."""
+COMMIT_POLL_S: Final = 0.0005
+"""Meanwhile `tickets` looks into this host's memory this often."""
 
 Place: TypeAlias = tuple[Group, int]
 """A chunk of a request: its group, and the token before which it ends."""
@@ -100,8 +102,8 @@ class Lookups:
             here = self._search(clients, prompt, lambda client, names, _: client.locate(names, timeout_s=0.0))
             if here.hit.tokens < self._most(prompt):
                 return self._threads.submit(self._ask, clients, prompt, record=record)
-            if record:
-                self._record(clients, prompt)
+            if record and any(client.router.is_recording for client in clients.values()):
+                self._threads.submit(self._record, clients, prompt)  # it calls the node
         done = Future[Found]()
         done.set_result(here)
         return done
@@ -133,21 +135,40 @@ class Lookups:
             held[rank] = _held(places, client.locate(names, ticket=Ticket.from_json(fields)))
         return self._found(prompt, held)
 
-    def tickets(self, scope: Scope, hashes: Hashes, tokens: int) -> list[dict[str, Any]]:
-        """Make the tickets for a prompt of this many tokens, one for each namespace."""
+    def tickets(
+        self, scope: Scope, hashes: Hashes, tokens: int, *, found: Sequence[Found], computed: int
+    ) -> list[dict[str, Any]]:
+        """Make the tickets for a prompt of this many tokens, one for each namespace.
+
+        Waits at most HAND_OFF_WAIT_S, until the chunks that the engine has computed are committed. Their holders are
+        found in this host's memory. A thread asks the owners meanwhile, because workers on other hosts save there.
+
+        Args:
+            found: The results of earlier lookups for this prompt. They name the holders of chunks on other nodes.
+            computed: The engine has computed the tokens from this one on.
+        """
         clients, prompt = self.clients(scope), Prompt(hashes, 0, tokens - 1)
-        most, deadline_s = self._most(prompt), time.monotonic() + HAND_OFF_WAIT_S
-        places = self.places(hashes, 0, tokens)
+        if not clients:
+            return []
+        places, deadline_s = self.places(hashes, 0, tokens), time.monotonic() + HAND_OFF_WAIT_S
         names = [self._groups.name(group, hashes, end) for group, end in places]
-        while True:
-            timeout_s = self._config.lookup_timeout_s
-            holders = {rank: client.locate(names, timeout_s=timeout_s) for rank, client in clients.items()}
-            found = self._found(prompt, {rank: _held(places, each) for rank, each in holders.items()})
-            if found.hit.tokens == most or time.monotonic() >= deadline_s:
-                return [
-                    Ticket.of(clients[rank].namespace, [holder and holder.node_id for holder in each]).to_json()
-                    for rank, each in holders.items()
-                ]
+
+        def look(timeout_s: float) -> dict[Rank, Held]:
+            return {rank: _held(places, client.locate(names, timeout_s=timeout_s)) for rank, client in clients.items()}
+
+        held = _merged(clients, [*(one.held for one in found), look(0.0)])
+        expected = [(group.index, end) for group, end in places if end > computed]
+        asking: Future[dict[Rank, Held]] | None = None
+        while self._longest(prompt, held) != self._longest(prompt, held, expected) and time.monotonic() < deadline_s:
+            asking = asking or self._threads.submit(look, self._config.lookup_timeout_s)
+            wait([asking], COMMIT_POLL_S)
+            held = _merged(clients, [held, look(0.0)])
+            if asking.done():
+                held, asking = held if asking.exception() else _merged(clients, [asking.result(), held]), None
+        return [
+            Ticket.of(client.namespace, [_node_of(held[rank], group, end) for group, end in places]).to_json()
+            for rank, client in clients.items()
+        ]
 
     def names(self, hashes: Hashes) -> list[bytes]:
         """Return the names of all chunks that may be stored of a request."""
@@ -242,12 +263,15 @@ class Lookups:
 
     def _found(self, prompt: Prompt, held: dict[Rank, Held]) -> Found:
         """Find the longest hit among the chunks that are held for every rank."""
-        if not held:
-            return NOTHING
+        return Found(self._longest(prompt, held), held) if held else NOTHING
+
+    def _longest(self, prompt: Prompt, held: Mapping[Rank, Held], more: Iterable[tuple[int, int]] = ()) -> Hit:
+        """Find the longest hit among the chunks that are held for every rank, and `more` chunks."""
         stored: dict[int, set[int]] = {group.index: set() for group in self._groups.each}
-        for index, end in set.intersection(*(set(each) for each in held.values())):
+        of_all = set.intersection(*(set(each) for each in held.values())) if held else set()
+        for index, end in of_all.union(more):
             stored[index].add(end)
-        return Found(self._groups.longest(prompt.hashes, prompt.computed, prompt.limit, stored), held)
+        return self._groups.longest(prompt.hashes, prompt.computed, prompt.limit, stored)
 
 
 def _held(places: Sequence[Place], holders: Sequence[Holder | None]) -> Held:
@@ -262,3 +286,13 @@ def _check_ranks(ticket: Ticket, namespace: Namespace) -> None:
             f"the prefill engine stores KV under {theirs} tensor ranks, and this engine under {mine}; set "
             "'store_tp_size' in kv_connector_extra_config of both engines to the larger tensor_parallel_size"
         )
+
+
+def _merged(ranks: Iterable[Rank], parts: Sequence[Mapping[Rank, Held]]) -> dict[Rank, Held]:
+    """Join holders. The last part that names a holder of a chunk counts."""
+    return {rank: {place: holder for part in parts for place, holder in part.get(rank, {}).items()} for rank in ranks}
+
+
+def _node_of(held: Held, group: Group, end: int) -> NodeId | None:
+    holder = held.get((group.index, end))
+    return None if holder is None else holder.node_id

@@ -25,7 +25,7 @@ from raykv.integrations.vllm.lookups import Found, Lookups, Prompt
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import RayKVStats
-from raykv.integrations.vllm.tracked import Lookup, Tracked, TrackedRequests
+from raykv.integrations.vllm.tracked import Lookup, Tracked, TrackedRequests, hands_over
 from raykv.protocol.namespace import Namespace
 
 if TYPE_CHECKING:
@@ -111,6 +111,9 @@ class SchedulerSide:
         """
         tracked, limit = self.requests.current(request), request.num_tokens - 1
         tracked.mixed |= self._has_old_blocks and computed > 0
+        if computed and self._may_store and hands_over(request) and tracked.cached_lookup is None:
+            cached = Prompt(request.block_hashes, 0, computed)
+            tracked.cached_lookup = self._lookups.begin(tracked.scope, cached, record=False)
         if not self._may_load or tracked.mixed or tracked.ordered or request.skip_reading_prefix_cache:
             return 0
         if not any(self._groups.has_chunk(group, request.block_hashes, computed) for group in self._groups.each):
@@ -216,19 +219,25 @@ class SchedulerSide:
         tracked, params = self.requests.pop(request.request_id, None), request.kv_transfer_params or {}
         if tracked is None:
             return None
-        is_completed, hands_over = request.status in _COMPLETED, bool(params.get("do_remote_decode"))
-        if not (is_completed and hands_over):
+        is_completed = request.status in _COMPLETED
+        if not (is_completed and hands_over(request)):
             self._send_hints(tracked)
         if not is_completed:
             return None
-        if not hands_over:
+        if not hands_over(request):
             self._report(tracked)
             return None
         handed: dict[str, Any] = {"do_remote_prefill": True}
         if PARAMETER in params:
             handed[PARAMETER] = params[PARAMETER]
         if self._may_store and not tracked.mixed:
-            handed["raykv"] = self._lookups.tickets(tracked.scope, request.block_hashes, request.num_prompt_tokens)
+            handed["raykv"] = self._lookups.tickets(
+                tracked.scope,
+                request.block_hashes,
+                request.num_prompt_tokens,
+                found=tracked.found,
+                computed=max(tracked.cached, tracked.loaded),
+            )
         return handed
 
     def take_events(self) -> list[BlockStored]:

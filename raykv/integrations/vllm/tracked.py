@@ -30,6 +30,7 @@ class Tracked:
     Attributes:
         admission: Number of preemptions so far. A preemption resets all fields except the scope and the hints.
         asking: The running lookup: (number of tokens that the engine had computed when it began, future result).
+        cached_lookup: If a decode engine continues the request: the lookup of the chunks in the engine's own cache.
         ordered: Whether a load was ordered or declined. There is no second load, since a failing load could repeat for
             ever.
         started: Whether the request was scheduled. From then on `cached` and `loaded` are known.
@@ -45,6 +46,7 @@ class Tracked:
     admission: int = 0
     lookup: Lookup | None = None
     asking: tuple[int, Future[Found]] | None = None
+    cached_lookup: Future[Found] | None = None
     ordered: bool = False
     started: bool = False
     cached: int = 0
@@ -52,6 +54,13 @@ class Tracked:
     offered: dict[int, int] = field(default_factory=dict)
     hints: RequestHints = NO_HINTS
     mixed: bool = False
+
+    @property
+    def found(self) -> list[Found]:
+        """The results of the lookups that have ended."""
+        found = [] if self.lookup is None else [self.lookup.found]
+        cached = self.cached_lookup
+        return [*found, cached.result()] if cached is not None and cached.done() and not cached.exception() else found
 
     @property
     def has_kv(self) -> bool:
@@ -66,6 +75,11 @@ class Tracked:
         self.started = True
         self.loaded = min(self.loaded, computed)
         self.cached = min(self.lookup.computed, computed) if self.loaded and self.lookup else computed
+
+
+def hands_over(request: "Request") -> bool:
+    """Return whether a decode engine continues this request."""
+    return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
 
 
 class TrackedRequests(dict[str, Tracked]):
