@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -192,6 +193,25 @@ def test_if_one_rank_fails_to_store_every_rank_reports_the_save(
     report = bench.worker.pop_report()
     assert report is not None
     assert report.stored == {7: [frozenset()] * 2}
+
+
+def test_an_idle_step_waits_less_than_a_hook_may_take_for_a_load(
+    cluster: raykv.EmbeddedCluster, benches: list[Bench], monkeypatch: pytest.MonkeyPatch
+):
+    """A hook may take 5 ms on the engine's thread, and a thread that sleeps wakes up late."""
+    bench = Bench(lambda: cluster.client(NAMESPACE))
+    benches.append(bench)
+    bench.save()
+    waits: list[float] = []
+
+    def noted(futures: Any, timeout_s: float, *until: Any) -> Any:
+        waits.append(timeout_s)
+        return wait(futures, WAIT_S)
+
+    monkeypatch.setattr("raykv.integrations.vllm.worker.wait", noted)
+    bench.load()
+    assert waits
+    assert 0 < max(waits) <= 0.003
 
 
 def test_a_load_is_done_batch_by_batch_up_to_the_first_that_is_missing(

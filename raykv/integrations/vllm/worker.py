@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.raykv.worker")
 
-IDLE_WAIT_S: Final = 0.005
+IDLE_WAIT_S: Final = 0.002
 """A step without computation waits at most this long for a load. Without this wait the engine's thread would spin and
-hold the GIL, which the load threads need. The wait delays a new request by at most this time."""
+hold the GIL, which the load threads need. The wait delays a new request by at most this time. A hook may take 5 ms in
+all, and a sleeping thread wakes up late."""
 MAX_SAVING_STEPS: Final = 16
 """Saves of at most this many steps are in flight. Saves of further steps are skipped."""
 
