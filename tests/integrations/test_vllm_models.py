@@ -1,19 +1,22 @@
 """Kinds of models: what is stored survives restarts of engine and node, and the answers stay those of a plain engine.
 
 For each model one engine stores documents. Then the engine is closed, its node is killed and started again, and a new
-engine gets 50 requests at once that begin with parts of these documents. Some are aborted, and the KV cache is so small
-that requests are preempted. In float32 the answers must be equal. In bfloat16 the rounding depends on the batch, so an
-answer may differ where the plain engine had two tokens of nearly equal probability; and a request that runs alone must
-equal the engine's own prefix hit bit for bit.
+engine gets up to 50 requests at once that begin with parts of these documents. Its KV cache is large, and it must reuse
+as much as an engine without raykv finds in its own cache. The next engine has a KV cache so small that requests are
+preempted, and some are aborted, for example during a load. In float32 the answers must be equal. In bfloat16 the
+rounding depends on the batch, so an answer may differ where the plain engine had two tokens of nearly equal
+probability; and a request that runs alone must equal the engine's own prefix hit bit for bit.
 """
 
 import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +26,66 @@ pytest.importorskip("vllm")
 
 
 import raykv
-from tests.support.engines import Engine, prompt, write_gemma, write_mla, write_model, write_next
+from deployments.model import ensure_model
+from tests.support.engines import BLOCK, Engine, prompt, write_gemma, write_mla, write_model, write_next
 from tests.support.nodes import NODE, SECRET, run
+from tests.support.soak import soak
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.usefixtures("no_full_collections")]
 
 SEED = 7
 TOKENS = 8
+MOST_S = 2.0
+"""A load that waits for steps ends after this time, if the engine has no work."""
+ABORTED = 12
 NEARLY_EQUAL = 0.15
 """Two log probabilities may change places by the rounding of bfloat16 if they differ by less than this."""
 MIB = 1 << 20
+LARGE = 256 * MIB
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model, and how its engines are made. `memory`: bytes of the KV cache."""
+    """A kind of model, and how its engines are made.
+
+    Attributes:
+        small: Bytes of a KV cache in which requests are preempted.
+        lengths: The least and the greatest number of tokens of a document.
+        count: Number of requests.
+        pressed: Number of requests that get a small KV cache.
+        long: Tokens of an answer that passes the end of a block, where a request without a free block is preempted.
+    """
 
     write: Callable[[Path], Path]
-    memory: int
+    small: int
     dtype: str = "float32"
     arguments: dict[str, Any] = field(default_factory=dict)
+    lengths: tuple[int, int] = (300, 900)
+    count: int = 50
+    pressed: int = 20
+    long: int = 40
 
 
 KINDS = {
-    "sliding window": Kind(write_gemma, 4 * MIB, arguments={"block_size": 128}),
-    "states": Kind(write_next, 16 * MIB, "bfloat16", {"block_size": 16}),
-    "latents": Kind(write_mla, 4 * MIB, "bfloat16", {"block_size": 16}),
+    "SmolLM2": Kind(
+        lambda _: ensure_model(),
+        32 * MIB,
+        arguments={"max_model_len": 512},
+        lengths=(100, 300),
+        count=16,
+        pressed=12,
+        long=24,
+    ),
+    "sliding window": Kind(write_gemma, 4 * MIB, arguments={"block_size": 128}, lengths=(300, 800), long=100),
+    "states": Kind(write_next, 16 * MIB, "bfloat16", {"block_size": 16}, lengths=(300, 800), long=100),
+    "latents": Kind(write_mla, 3 * MIB, "bfloat16", {"block_size": 16}, lengths=(300, 800), long=100),
     "drafter": Kind(lambda folder: write_model(folder, seed=0), 4 * MIB),
 }
 
 
 @contextmanager
 def engine(kind: Kind, model: Path, address: str | None, **more: Any) -> Iterator[Engine]:
-    arguments = {"kv_cache_memory_bytes": kind.memory, "max_num_batched_tokens": 256, **kind.arguments, **more}
+    arguments = {"kv_cache_memory_bytes": LARGE, "max_num_batched_tokens": 256, **kind.arguments, **more}
     if kind is KINDS["drafter"]:
         draft = model.parent / "draft"
         if not draft.exists():
@@ -97,9 +127,9 @@ def node(shm_dir: Path) -> Iterator[Callable[[], None]]:
         current[0][0].__exit__(None, None, None)
 
 
-def requests(documents: list[list[int]], count: int) -> list[list[int]]:
+def requests(documents: list[list[int]], count: int, seed: int) -> list[list[int]]:
     """Draw requests: a document, or a part of it, and a question."""
-    rng = random.Random(SEED)
+    rng = random.Random(seed)
     made = []
     for number in range(count):
         document = rng.choice(documents)
@@ -108,9 +138,9 @@ def requests(documents: list[list[int]], count: int) -> list[list[int]]:
     return made
 
 
-def check_same(got: Engine, plain: Engine, exact: bool) -> None:
-    """Compare the last answers of both engines."""
-    for mine, theirs in zip(got.outputs, plain.outputs, strict=True):
+def check_same(got: list[Any], plain: list[Any], exact: bool) -> None:
+    """Compare the answers of two engines."""
+    for mine, theirs in zip(got, plain, strict=True):
         answer, expected = list(mine.outputs[0].token_ids), list(theirs.outputs[0].token_ids)
         if answer == expected:
             continue
@@ -120,30 +150,117 @@ def check_same(got: Engine, plain: Engine, exact: bool) -> None:
         assert best[0] - best[1] < NEARLY_EQUAL, f"{answer} instead of {expected}, {best} at {place}"
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_model_is_reused_after_restarts_with_the_same_answers(name: str, tmp_path: Path, shm_dir: Path):
-    kind = KINDS[name]
-    model = kind.write(tmp_path / "toy")
-    documents = [prompt(number, random.Random(number).randint(300, 900)) for number in range(6)]
-    asked = requests(documents, 50)
+def slow_loads(patch: pytest.MonkeyPatch, engine: Engine, seed: int) -> None:
+    """Let each load take two to four steps, so that requests are aborted and preempted while loads run."""
+    get, rng = raykv.Client.get, random.Random(seed)
+
+    def slow(client: raykv.Client, *arguments: Any, **options: Any) -> raykv.GetResult:
+        last, until_s = engine.steps + rng.randint(2, 4), time.monotonic() + MOST_S
+        while engine.steps < last and time.monotonic() < until_s:
+            time.sleep(0.001)
+        return get(client, *arguments, **options)
+
+    patch.setattr(raykv.Client, "get", slow)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What is stored and asked, and the answers of an engine without raykv.
+
+    Attributes:
+        reusable: How many tokens of the requests such an engine found in its own cache. On CPU vLLM has no prefix cache
+            for latents; there, how many tokens are in whole blocks of the documents.
+        answers, long_answers: To all requests, and longer ones to the first `kind.pressed` requests.
+    """
+
+    kind: Kind
+    model: Path
+    documents: list[list[int]]
+    asked: list[list[int]]
+    reusable: int
+    answers: list[Any]
+    long_answers: list[Any]
+
+
+def plain_answers(kind: Kind, model: Path, seed: int) -> Ladder:
+    print(f"seed {seed}")
+    draws = [random.Random(seed + number) for number in range(6)]
+    documents = [prompt(seed + number, draw.randint(*kind.lengths)) for number, draw in enumerate(draws)]
+    asked = requests(documents, kind.count, seed)
     with engine(kind, model, None) as plain:
         plain.answer(documents, count=TOKENS)
         plain.answer(asked, count=TOKENS, logprobs=2)
-        own = plain.reused_tokens()
+        answers, own = plain.outputs, plain.reused_tokens()
+        plain.answer(asked[: kind.pressed], count=kind.long, logprobs=2)
+        most = own or whole_blocks(documents, asked, kind.arguments.get("block_size", BLOCK))
+        return Ladder(kind, model, documents, asked, most, answers, plain.outputs)
+
+
+def whole_blocks(documents: list[list[int]], asked: list[list[int]], block: int) -> int:
+    """Return how many tokens of the requests are in whole blocks of the documents."""
+
+    def common(one: list[int], document: list[int]) -> int:
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one[:-1], document, strict=False)))
+
+    return sum(max(common(one, document) for document in documents) // block * block for one in asked)
+
+
+def ask_all(ladder: Ladder, address: str) -> None:
+    """Ask an engine with a large KV cache, so that nothing but raykv decides how much is reused."""
+    with engine(ladder.kind, ladder.model, address) as asking:
+        asking.answer(ladder.asked, count=TOKENS, logprobs=2)
+        check_same(asking.outputs, ladder.answers, exact=ladder.kind.dtype == "float32")
+        print(f"{asking.reused_tokens()} tokens reused, {ladder.reusable} by an engine without raykv")
+        assert asking.counted("reused_tokens") > 0
+        assert asking.reused_tokens() >= 0.9 * ladder.reusable
+        assert asking.counted("errors") == 0
+
+
+def ask_under_pressure(ladder: Ladder, address: str, seed: int) -> None:
+    """Ask an engine with a small KV cache, which preempts requests, between requests that are aborted."""
+    kind = ladder.kind
+    aborted = [prompt(5000 + number, 30, after=ladder.documents[number % 6]) for number in range(ABORTED)]
+    with engine(kind, ladder.model, address, kv_cache_memory_bytes=kind.small) as small:
+        with pytest.MonkeyPatch.context() as patch:
+            slow_loads(patch, small, seed)
+            states, preempted = small.answer_among(ladder.asked[: kind.pressed], aborted, count=kind.long, logprobs=2)
+        check_same(small.outputs, ladder.long_answers, exact=kind.dtype == "float32")
+        print(f"{small.preemptions()} preemptions of {preempted} answered requests, aborted: {dict(states)}")
+        assert small.preemptions() >= preempted > 0
+        assert states["loading"] > 0
+        assert states["decoding"] > 0
+        assert small.counted("reused_tokens") > 0
+        assert small.counted("errors") == 0
+        small.answer([[5, 6, 7]], count=1)  # a step reports the loads of aborted requests
+        assert small.is_idle()
+
+
+def climb(kind: Kind, folder: Path, shm_dir: Path, seed: int) -> None:
+    """Store documents, restart engine and node, and ask."""
+    ladder = plain_answers(kind, kind.write(folder / "toy"), seed)
     with node(shm_dir) as restart:
         address = f"unix:{shm_dir}/raykv-t-n.sock"
-        with engine(kind, model, address) as first:
-            first.answer(documents, count=TOKENS)
+        with engine(kind, ladder.model, address) as first:
+            first.answer(ladder.documents, count=TOKENS)
             assert first.counted("stored_chunks", "stored") > 0
         restart()
-        with engine(kind, model, address) as second:
-            second.abort_some(prompt(5000 + number, 30, after=documents[number]) for number in range(4))
-            second.answer(asked, count=TOKENS, logprobs=2)
-            print(f"{name}: reused {second.reused_tokens()} tokens, a plain engine {own}; seed {SEED}")
-            check_same(second, plain, exact=kind.dtype == "float32")
-            assert second.counted("errors") == 0
-            assert second.counted("reused_tokens") > 0
-            assert second.reused_tokens() >= 0.9 * own
+        ask_all(ladder, address)
+        ask_under_pressure(ladder, address, seed)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_is_reused_after_restarts_with_the_same_answers(name: str, tmp_path: Path, shm_dir: Path):
+    climb(KINDS[name], tmp_path, shm_dir, SEED)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", KINDS)
+def test_all_requests_are_answered_the_same_under_pressure(name: str, tmp_path: Path, shm_dir: Path):
+    kind = replace(KINDS[name], lengths=(300, 800), count=50, pressed=50)
+    if name == "SmolLM2":
+        kind = replace(kind, small=64 * MIB, arguments={"kv_cache_memory_bytes": 512 * MIB})
+    climb(kind, tmp_path, shm_dir, soak("seed", SEED))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -151,8 +268,8 @@ def test_a_load_equals_the_engines_own_prefix_hit_bit_for_bit(name: str, tmp_pat
     """On CPU vLLM has no prefix cache for latents, so there the first engine's hit is a load too."""
     kind = KINDS[name]
     model = kind.write(tmp_path / "toy")
-    document = prompt(1, 800)
-    with raykv.embedded(nodes=1, arena_nbytes="128 MiB", extent_nbytes="1 MiB") as cluster:
+    document = prompt(1, kind.lengths[1])
+    with raykv.embedded(nodes=1, arena_nbytes="128 MiB", extent_nbytes="2 MiB") as cluster:
         with engine(kind, model, cluster.address(0)) as first:
             first.answer([document], count=TOKENS)
             first.answer([document], count=TOKENS)

@@ -6,7 +6,7 @@ The weights of the models are drawn wide enough that a wrong key, value or state
 import json
 import os
 import random
-from collections.abc import Iterable
+from collections import Counter
 from concurrent.futures import wait
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ torch.set_num_threads(1)
 from safetensors.torch import save_file  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
 
 BLOCK = 32
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD = 128, 256, 512, 2, 4, 2, 32
@@ -158,8 +159,74 @@ def _write_random(folder: Path, config: Any, dtype: torch.dtype, *, scale: float
     return folder
 
 
+def greedy(count: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, **fields)
+
+
+def connectors() -> list[Any]:
+    """Return raykv's connectors of this process's workers."""
+    if not has_kv_transfer_group():
+        return []
+    group = get_kv_transfer_group()
+    return list(getattr(group, "_connectors", [group]))
+
+
+def name_of(request: Any) -> str:
+    """Return the name under which a request was added. vLLM appends random characters."""
+    name: str = request.request_id.rpartition("-")[0]
+    return name
+
+
+class Aborted:
+    """Requests that are aborted as soon as each has reached the state that it is due in.
+
+    Attributes:
+        states: How many requests were aborted in which state.
+    """
+
+    DUE = ("loading", "decoding", "preempted", "prefilling")
+    MOST_TOKENS = 60
+    """A request that does not reach its state is aborted at its end."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._left = engine, {}
+        self.states: Counter[str] = Counter()
+
+    def add(self, tokens: list[int]) -> None:
+        number = len(self._left)
+        name = f"aborted {number}"
+        self._left[name] = self.DUE[number % len(self.DUE)]
+        self._engine.add_request(name, {"prompt_token_ids": tokens}, greedy(self.MOST_TOKENS + 20))
+
+    def abort_due(self) -> None:
+        """Abort the requests that are due. Call this after each step."""
+        requests = self._engine.engine_core.engine_core.scheduler.requests.values()
+        for request in list(requests):
+            name = name_of(request)
+            if name in self._left and not request.is_finished():
+                state = self._state(request)
+                if state == self._left[name] or request.num_output_tokens >= self.MOST_TOKENS:
+                    del self._left[name]
+                    self.states[state] += 1
+                    self._engine.abort_request([name])
+
+    def _state(self, request: Any) -> str:
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            loads = [connector.worker_side.loading.get(request.request_id) for connector in connectors()]
+            return "loading" if any(load and not load[1].done() for load in loads) else "loaded"
+        if request.status == RequestStatus.PREEMPTED:
+            return "preempted"
+        if request.status == RequestStatus.RUNNING:
+            return "decoding" if request.num_output_tokens > 1 else "prefilling"
+        return "waiting"
+
+
 class Engine:
-    """One vLLM engine, stopped at the end of its `with` block. If `address` is None, it has no cache."""
+    """One vLLM engine, stopped at the end of its `with` block. If `address` is None, it has no cache.
+
+    Attributes:
+        steps: Number of steps in `answer_among` so far.
+    """
 
     def __init__(
         self,
@@ -171,6 +238,7 @@ class Engine:
         extra: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
+        self.steps = 0
         # A busy machine must skip nothing, and these models compute a prompt sooner than any load ends.
         patient = {"lookup_timeout_s": 5.0, "store_timeout_s": 5.0, "load_policy": "always"}
         connector = {
@@ -211,33 +279,52 @@ class Engine:
         """Send all prompts at once, and wait for answers and saves. Returns the greedy tokens for each prompt."""
         self.outputs = self.llm.generate(
             [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts],
-            SamplingParams(
-                temperature=0,
-                max_tokens=count,
-                ignore_eos=True,
-                detokenize=False,
-                logprobs=logprobs,
-                extra_args={"kv_transfer_params": params} if params else None,
-            ),
+            greedy(count, logprobs=logprobs, extra_args={"kv_transfer_params": params} if params else None),
             use_tqdm=False,
         )
-        if has_kv_transfer_group():
-            group = get_kv_transfer_group()
-            for connector in getattr(group, "_connectors", [group]):
-                wait([future for _, _, future in connector.worker_side.saving])
+        self._wait_for_saves()
         return [list(output.outputs[0].token_ids) for output in self.outputs]
 
-    def abort_some(self, prompts: Iterable[list[int]]) -> None:
-        """Send prompts, and abort all of them after a few steps, whatever their state."""
-        engine = self.llm.llm_engine
-        params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, detokenize=False)
-        names = []
+    def answer_among(
+        self, prompts: list[list[int]], aborted: list[list[int]], *, count: int = 8, logprobs: int = 1
+    ) -> tuple[Counter[str], int]:
+        """Like `answer`, but with requests between these that are aborted: see `Aborted`.
+
+        Returns:
+            How many requests were aborted in which state, and how many of the others were preempted.
+        """
+        engine, ended, preempted = self.llm.llm_engine, {}, set()
+        victims, requests = Aborted(engine), engine.engine_core.engine_core.scheduler.requests
+        places = random.Random(len(prompts)).sample(range(len(prompts)), len(aborted))
         for number, tokens in enumerate(prompts):
-            names.append(f"aborted {number}")
-            engine.add_request(names[-1], {"prompt_token_ids": tokens}, params)
-        for name in names:
-            engine.step()
-            engine.abort_request([name])
+            if number in places:
+                victims.add(aborted[places.index(number)])
+            engine.add_request(str(number), {"prompt_token_ids": tokens}, greedy(count, logprobs=logprobs))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    ended[output.request_id] = output
+            self.steps += 1
+            victims.abort_due()
+            preempted |= {name_of(each) for each in requests.values() if each.num_preemptions}
+        self.outputs = [ended[str(number)] for number in range(len(prompts))]
+        self._wait_for_saves()
+        return victims.states, len(preempted & ended.keys())
+
+    def _wait_for_saves(self) -> None:
+        for connector in connectors():
+            wait([future for _, _, future in connector.worker_side.saving])
+
+    def preemptions(self) -> int:
+        """Return how often the engine has preempted a request, by vLLM's own counter."""
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+    def is_idle(self) -> bool:
+        """Return whether the engine has no request and no load, and all its blocks are free."""
+        core = self.llm.llm_engine.engine_core.engine_core.scheduler
+        pool = core.kv_cache_manager.block_pool
+        loads = [load for connector in connectors() for load in connector.worker_side.loading]
+        return not core.requests and not loads and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
     def logprobs(self) -> list[list[float]]:
         """Log probabilities of the last answers' tokens. They are equal only if the KV was, bit for bit."""
