@@ -159,6 +159,21 @@ class Client(AdminCalls):
             here[unknown] = [bool(holders) for holders in located.holders]
         return here
 
+    def absent(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
+        """Return for each chunk whether its owner answers that no node holds it, shape [n].
+
+        Unlike a chunk that is not in `exists`, an absent chunk is gone: its owner was there to say so. This does not
+        count as a read of the chunks.
+        """
+        found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
+        gone: Bits = self._fetcher.lengths(found, deadline_s) == 0
+        unknown = np.flatnonzero(gone)
+        if len(unknown):
+            located = self.router.locate(found[unknown], deadline_s, group=self._group.digest)
+            held: Bits = np.array([bool(holders) for holders in located.holders])
+            gone[unknown] = located.answered & ~held
+        return gone
+
     def get(
         self,
         keys: Keys,

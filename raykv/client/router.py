@@ -38,11 +38,13 @@ class Locations(NamedTuple):
         holders: For each key its holders, those on this host first. Empty: no holder is known.
         nbytes: u32, length of each chunk. 0: unknown.
         below_memory: For each key, whether all holders have the chunk only on SSD or file.
+        answered: For each key, whether its owner has answered.
     """
 
     holders: list[Holders]
     nbytes: npt.NDArray[np.uint32]
     below_memory: Bits
+    answered: Bits
 
 
 class Router:
@@ -247,7 +249,9 @@ class Router:
         After the deadline no owner is asked.
         """
         count = len(keys)
-        whole = Locations([()] * count, np.zeros(count, np.uint32), np.zeros(count, np.bool_))
+        whole = Locations(
+            [()] * count, np.zeros(count, np.uint32), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        )
         unknown, view = np.arange(count), View()
         while len(unknown) and time.monotonic() < deadline_s and self.view(deadline_s).epoch > view.epoch:
             view = self._view  # if an answer has a greater epoch, the loop asks the owners of the newer view
@@ -256,8 +260,9 @@ class Router:
                 owner: partial(self.ask_owner, owner, keys[share], group, deadline_s) for owner, share in shares.items()
             }
             for owner, part in self.parallel.run(work).items():
+                mine = shares[owner]
+                whole.answered[mine] = isinstance(part, Locations)
                 if isinstance(part, Locations):
-                    mine = shares[owner]
                     whole.nbytes[mine], whole.below_memory[mine] = part.nbytes, part.below_memory
                     for place, holders in zip(mine.tolist(), part.holders, strict=True):
                         whole.holders[place] = holders
@@ -272,7 +277,7 @@ class Router:
         places = array(answer.places, "<i4", count).tolist()
         holders = [choices[place] if 0 <= place < len(choices) else () for place in places]
         nbytes = array(answer.nbytes, "<u4", count) if answer.nbytes else np.zeros(count, np.uint32)
-        return Locations(holders, nbytes, unpack_bits(answer.below_memory, count))
+        return Locations(holders, nbytes, unpack_bits(answer.below_memory, count), np.ones(count, np.bool_))
 
     def nearest_first(self, holders: Sequence[NodeId]) -> Holders:
         """Sort the holders of a chunk: nodes on this host first."""

@@ -15,7 +15,7 @@ import torch
 import zmq
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -30,6 +30,7 @@ from raykv.integrations.vllm.groups import Groups, Hit
 from raykv.integrations.vllm.hit_sources import hit_sources
 from raykv.integrations.vllm.lookups import Found
 from raykv.integrations.vllm.metadata import Save, Scope, WorkerReport
+from raykv.integrations.vllm.removals import Removals
 from raykv.types import Holder
 from tests.support.engines import BLOCK, Engine, prompt, write_model
 
@@ -62,7 +63,7 @@ class Bench:
 
     def __init__(self, *, ranks: int = 1, chunk_blocks: int = 1, salt: str | None = None) -> None:
         self.groups = Groups(CACHE, chunk_blocks)
-        self.events = StoredEvents(CACHE, self.groups, ranks=ranks)
+        self.events = StoredEvents(CACHE, self.groups, Removals(lambda _: {}), ranks=ranks)
         self.request, self.size = request(salt=salt), TOKENS * chunk_blocks
 
     def order(self, first: int, last: int) -> int:
@@ -119,6 +120,17 @@ def test_a_save_that_is_dropped_holds_up_no_other():
     dropped, number = bench.add(0, 1), bench.order(1, 2)
     bench.events.drop([dropped])
     assert bench.report((number, {1})) == [[1]]
+
+
+def test_a_save_of_an_epoch_that_has_ended_has_no_event():
+    bench = Bench()
+    first, second = bench.order(0, 1), bench.order(1, 2)
+    assert bench.report((first, {0})) == [[0]]
+    bench.events.end_epoch()
+    assert not bench.events.is_waiting
+    removed = list(bench.events.take(is_local=True))
+    assert [(type(each), each.block_hashes) for each in removed] == [(BlockRemoved, bench.request.block_hashes[:1])]
+    assert bench.report((second, {1})) == []
 
 
 def test_a_chunk_of_several_blocks_names_each_block():

@@ -28,7 +28,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import KVEventsConfig  # noqa: E402
-from vllm.distributed.kv_events import BlockStored  # noqa: E402
+from vllm.distributed.kv_events import BlockRemoved, BlockStored  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
@@ -57,12 +57,13 @@ from raykv.integrations.vllm import connector as connector_module  # noqa: E402
 from raykv.integrations.vllm import costs as costs_module  # noqa: E402
 from raykv.integrations.vllm import epochs as epochs_module  # noqa: E402
 from raykv.integrations.vllm import lookups as lookups_module  # noqa: E402
+from raykv.integrations.vllm import removals as removals_module  # noqa: E402
 from raykv.integrations.vllm import scheduler as scheduler_module  # noqa: E402
 from raykv.integrations.vllm import worker as worker_module  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
 from raykv.integrations.vllm.decision import LoadDecision  # noqa: E402
 from raykv.integrations.vllm.epochs import Statement  # noqa: E402
-from raykv.integrations.vllm.metadata import Load  # noqa: E402
+from raykv.integrations.vllm.metadata import Load, Scope  # noqa: E402
 from raykv.protocol import messages  # noqa: E402
 from raykv.transport.link import Link  # noqa: E402
 from tests.support.nodes import stop_process, wait_until  # noqa: E402
@@ -248,7 +249,7 @@ class Engine:
             self.worker.register_kv_caches(caches)
             handshake = {(0, 0): self.worker.get_handshake_metadata()}
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshake)
-        self.events: list[BlockStored] = []
+        self.events: list[BlockStored | BlockRemoved] = []
         self.sources: list[tuple[int, dict[str, int]]] = []
         self.counted: Counter[str] = Counter()
         self._record(self.scheduler.connector)
@@ -266,7 +267,7 @@ class Engine:
         """Record the connector's KV events, and the sources of each hit."""
         take, sources_of = connector.take_events, connector.get_external_cache_hit_sources
 
-        def take_events() -> list[BlockStored]:
+        def take_events() -> list[BlockStored | BlockRemoved]:
             taken = list(take())
             self.events += taken
             return taken
@@ -815,6 +816,74 @@ def test_parents_go_out_before_their_children(
     assert len(published) > 60 // BLOCK_TOKENS
     # Two chunks of several blocks may begin with the same block.
     assert len(published) == len(set(published)) or engine.chunk_blocks > 1
+    engine.close()
+
+
+def known_to_a_router(events: list[BlockStored | BlockRemoved]) -> set[tuple[int | None, Any]]:
+    """Return (group, hash) of the blocks that a router takes for stored after these events."""
+    known = set()
+    for event in events:
+        blocks = {(event.group_idx, each) for each in event.block_hashes}
+        known = known | blocks if isinstance(event, BlockStored) else known - blocks
+    return known
+
+
+@pytest.mark.parametrize("shape", [{}, {"chunk_blocks": 3}, {"kinds": "fww"}, {"kinds": "fs"}], ids=str)
+def test_a_router_learns_which_chunks_are_gone(
+    model: Path, cluster: raykv.EmbeddedCluster, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Chunks are deleted, and stored again, at random times."""
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    monkeypatch.setattr(removals_module, "CHECK_CHUNKS", 20)
+    rng = random.Random(f"{shape}")
+    engine = Engine(model, cluster.address(0), rng, publishes=True, **shape)
+    side = engine.scheduler.connector.scheduler_side
+    (client,), suffixes = side.clients(Scope()).values(), {group.index: group.suffix for group in side._groups.each}
+    removals = side.events.removals
+    deleted = 0
+    for turn in range(300):
+        if turn < 250 and rng.random() < 0.25:
+            engine.add(f"r{turn}", draw_prompt(rng), max_tokens=rng.randint(1, 20), salt="")
+        if rng.random() < 0.2 and engine.events:
+            event = rng.choice(engine.events)
+            deleted += client.delete([rng.choice(event.block_hashes) + suffixes[event.group_idx]])
+        if rng.random() < 0.3:
+            removals.check()
+        engine.step()
+    cluster.settle()
+    for _ in range(2 * len(removals) // 20 + 4):
+        removals.check()
+    engine.add("last", list(range(3)), max_tokens=1, salt="")
+    engine.run()
+    known = known_to_a_router(engine.events)
+    ends = {(group, each) for group, each in known if client.exists([each + suffixes[group]]).all()}
+    if engine.chunk_blocks == 1:
+        assert known == ends
+    else:  # a chunk that exists keeps its first blocks
+        assert len(ends) < len(known) <= engine.chunk_blocks * len(ends)
+    assert deleted
+    assert len(known) < len(known_to_a_router([event for event in engine.events if isinstance(event, BlockStored)]))
+    engine.close()
+
+
+def test_a_router_forgets_the_chunks_of_an_epoch_that_has_ended(
+    model: Path, cluster: raykv.EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+):
+    """The engine reuses them no more. Those of its private epoch it does, until it states a revision."""
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    engine = Engine(model, cluster.address(0), random.Random(1), publishes=True)
+    known: list[set[Any]] = []
+    for turn, prompt in enumerate([list(range(21)), list(range(50, 71)), list(range(20, 37))]):
+        engine.add(f"r{turn}", prompt, max_tokens=1, salt="")
+        engine.run()
+        known.append(known_to_a_router(engine.events))
+        if turn == 0:
+            assert engine.reset(0, preempt=False)
+        else:
+            engine.state(f"step {turn}")
+    assert list(map(len, known)) == [5, 5, 4]
+    assert not known[0] & known[1]
+    assert not known[1] & known[2]
     engine.close()
 
 

@@ -39,6 +39,7 @@ from raykv.integrations.vllm.groups import Groups
 from raykv.integrations.vllm.metadata import Rank, StepOrders, WorkerNamespaces, WorkerReport
 from raykv.integrations.vllm.namespace import attention_of, namespace_of
 from raykv.integrations.vllm.rank_store import RankCache
+from raykv.integrations.vllm.removals import Removals
 from raykv.integrations.vllm.scheduler import SchedulerSide
 from raykv.integrations.vllm.stats import RayKVPromMetrics, RayKVStats
 from raykv.integrations.vllm.tensor_ranks import tensor_ranks
@@ -145,7 +146,10 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
             chunk_nbytes=workers[0].chunk_nbytes,
         )
         if publishes_events(self._vllm_config):
-            self.scheduler_side.events = StoredEvents(self._kv_cache_config, self._groups, ranks=len(namespaces))
+            removals = Removals(self.scheduler_side.clients)
+            events = StoredEvents(self._kv_cache_config, self._groups, removals, ranks=len(namespaces))
+            self.scheduler_side.events = events
+            removals.start()
         if self._kv_cache_manager is not None:
             self.scheduler_side.bind(self._kv_cache_manager)
         self._close = self.scheduler_side.close

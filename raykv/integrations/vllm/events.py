@@ -1,9 +1,11 @@
-"""KV events: routers learn which blocks this engine has stored in raykv. Used only if vLLM publishes KV events.
+"""KV events: routers learn which blocks this engine has stored in raykv, and which of them are gone.
+
+Used only if vLLM publishes KV events.
 
 The scheduler's side makes the event of each save that it orders. After the save, every rank reports which chunks it has
 stored. When all ranks have reported, the event goes out, for the chunks that all ranks have stored.
 
-There are no events for removed blocks: an engine does not learn what the nodes evict.
+`removals` finds out which of the published chunks are gone.
 """
 
 import time
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
@@ -24,6 +26,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from raykv.integrations.vllm.groups import Groups
 from raykv.integrations.vllm.metadata import Save
+from raykv.integrations.vllm.removals import Removals
 from raykv.types import KeyArray
 
 if TYPE_CHECKING:
@@ -118,11 +121,15 @@ class _Pending:
 
 
 class StoredEvents:
-    """Makes the events, for the scheduler's side."""
+    """Makes the events, for the scheduler's side.
 
-    def __init__(self, config: "KVCacheConfig", groups: Groups, *, ranks: int) -> None:
+    Attributes:
+        removals: The chunks that were named in events.
+    """
+
+    def __init__(self, config: "KVCacheConfig", groups: Groups, removals: Removals, *, ranks: int) -> None:
         """Use `ranks`, the number of workers that report each save."""
-        self._groups, self._ranks = groups, ranks
+        self._groups, self.removals, self._ranks = groups, removals, ranks
         self._specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         self._pending: dict[int, _Pending] = {}
         self._count, self._ordered_s = 0, 0.0
@@ -146,25 +153,38 @@ class StoredEvents:
         for save in saves:
             self._pending.pop(save.number, None)
 
+    def end_epoch(self) -> None:
+        """Forget all saves, and report all published chunks as removed: this engine does not reuse them any more."""
+        self._pending.clear()
+        self.removals.clear()
+
+    def close(self) -> None:
+        self.removals.close()
+
     def receive(self, reports: Stored) -> None:
         """Take over the reports of workers."""
         for number, stored in reports.items():
             if number in self._pending:
                 self._pending[number].stored += stored
 
-    def take(self, *, is_local: bool) -> Iterator[BlockStored]:
-        """Return the events of the saves that all ranks have reported, in the order of the saves.
+    def take(self, *, is_local: bool) -> Iterator[BlockStored | BlockRemoved]:
+        """Return the events of chunks that are gone, and of saves that all ranks have reported, in the order of saves.
+
+        A chunk that is gone may have been stored again since, so its removal comes first.
 
         Args:
             is_local: Whether the chunks lie on this host.
         """
+        yield from self.removals.take()
         while self._pending:
             number, first = next(iter(self._pending.items()))
             if len(first.stored) < self._ranks:
                 return
             del self._pending[number]
             first.event.locality = "LOCAL" if is_local else "REMOTE"
-            yield from _parts(first, frozenset.intersection(*first.stored))
+            for names, event in _parts(first, frozenset.intersection(*first.stored)):
+                self.removals.add(first.save.scope, names, event)
+                yield event
 
     def _event(self, request: "Request", save: Save, end: int) -> BlockStored:
         """Make an event like those of vLLM's own cache, which also reports only the last hash of a partial block."""
@@ -195,20 +215,20 @@ class StoredEvents:
         )
 
 
-def _parts(pending: _Pending, stored: frozenset[int]) -> Iterator[BlockStored]:
-    """Return the event of a save, or one event for each run of chunks that are stored."""
+def _parts(pending: _Pending, stored: frozenset[int]) -> Iterator[tuple[list[bytes], BlockStored]]:
+    """Return the names and the event of the chunks of a save, or of each run of its chunks that are stored."""
     save, event = pending.save, pending.event
     chunks, size = range(save.depth, save.depth + len(save.names)), len(event.block_hashes) // len(save.names)
     if stored.issuperset(chunks):
-        yield event
+        yield save.names, event
         return
     start = None
     for chunk in [*chunks, None]:
         if chunk in stored:
             start = chunk if start is None else start
         elif start is not None:
-            stop = save.depth + len(save.names) if chunk is None else chunk
-            yield _cut(event, (start - save.depth) * size, (stop - save.depth) * size)
+            first, last = start - save.depth, (chunks.stop if chunk is None else chunk) - save.depth
+            yield save.names[first:last], _cut(event, first * size, last * size)
             start = None
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -50,6 +50,7 @@ class SchedulerSide:
 
     Attributes:
         requests: Every request between `add` and `finish`, by its id.
+        clients: Returns the clients of a scope: one for each set of ranks that store the same bytes.
         events: The KV events of the saves. None: the engine publishes no KV events.
     """
 
@@ -68,6 +69,7 @@ class SchedulerSide:
         self._config, self._stats, self._connection, self._groups = config, stats, connection, groups
         self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self._lookups = Lookups(config, groups, connection, namespaces)
+        self.clients = self._lookups.clients
         self._decision = LoadDecision(config.load_policy, groups, chunk_nbytes)
         self._scopes = Scopes()
         self._has_old_blocks = False
@@ -88,6 +90,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Close the connection. The caller makes no other call during or after this one."""
+        if self.events is not None:
+            self.events.close()
         self._lookups.close()
         self._reporter.shutdown(cancel_futures=True)
         self._connection.close()
@@ -240,8 +244,8 @@ class SchedulerSide:
             )
         return handed
 
-    def take_events(self) -> list[BlockStored]:
-        """Return the events of the chunks that were stored since the last call."""
+    def take_events(self) -> list[BlockStored | BlockRemoved]:
+        """Return the events of the chunks that were stored, or found to be gone, since the last call."""
         if self.events is None:
             return []
         clients = self._lookups.clients(Scope())
@@ -261,9 +265,9 @@ class SchedulerSide:
         self.requests.reset()
 
     def _drop_last_saves(self) -> None:
-        """Drop what the last epoch has left to save: all saves of a step are of one epoch."""
+        """Drop what the last epoch has left to save and to report: all saves of a step are of one epoch."""
         if self.events is not None:
-            self.events.drop(self._last_saves)
+            self.events.end_epoch()
         self._last_saves = []
 
     # -- lookups --------------------------------------------------------------------------------------------------
