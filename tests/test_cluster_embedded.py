@@ -519,6 +519,22 @@ def test_a_dead_node_costs_its_own_chunks_and_no_more():
 
 
 @pytest.mark.slow
+def test_a_chunk_whose_owner_is_away_does_not_exist_but_is_not_absent():
+    with cluster(2) as running:
+        client, there = running.client(SPACE, node=0), running.client(SPACE, node=1)
+        put(there, names(20))
+        running.settle()
+        assert client.exists(names(20)).all()
+        assert not client.absent(names(20)).any()
+        assert client.absent(names(20, "unknown")).all()
+        running.kill(1)
+        owned = client.router.view(time.monotonic() + 1.0).ring.shares(client.keys(names(20)))["node-1"]
+        exists, absent = client.exists(names(20), timeout_s=1.0), client.absent(names(20), timeout_s=1.0)
+        assert len(owned)
+        assert not exists[owned].any()
+        assert not absent[owned].any()
+
+
 def test_a_client_that_only_meets_a_dead_owner_asks_for_the_new_view():
     with cluster(2) as running:
         stale = running.client(SPACE, node=0)
