@@ -1,8 +1,8 @@
 """Copies blocks out of an engine's KV cache and back into it. Needs no engine.
 
-An engine gives a worker one tensor `[blocks, ...]` per layer. The order of the axes in memory varies (vLLM calls the
-orders LBHNC, BLNHC and so on), and a CPU kernel may pack a block for its instruction set. Raykv treats a chunk as
-opaque bytes: a block is a list of runs (contiguous byte ranges), computed from the strides alone. The namespace
+An engine gives a worker one tensor `[blocks, ...]` per layer. The order of the axes in memory varies: vLLM has LBHNC,
+BLNHC and other orders. A CPU kernel may also pack a block for its instruction set. So raykv treats a chunk as opaque
+bytes. A block is a list of runs (contiguous byte ranges), which are computed from the strides alone. The namespace
 contains a description of the layout, so engines with different layouts never share a chunk.
 """
 
@@ -24,7 +24,7 @@ MAX_RUNS_PER_LAYER: Final = 64
 """A layout is refused if it cuts a block of one layer into more runs than this."""
 MAX_STAGED_CHUNKS: Final = 32
 MAX_STAGED_NBYTES: Final = 256 << 20
-"""One batch that passes through pinned host memory has at most this many chunks and bytes, but at least one chunk."""
+"""Limits of one batch that passes through pinned host memory. A batch has at least one chunk, even a larger one."""
 
 
 def runs_of(name: str, cache: "torch.Tensor", num_blocks: int) -> "list[torch.Tensor]":
@@ -82,7 +82,7 @@ def merged(runs: "Sequence[torch.Tensor]") -> "list[torch.Tensor]":
 
 
 def stacked(runs: "Sequence[torch.Tensor]") -> "list[torch.Tensor]":
-    """Join runs of equal length that lie at equal distances in memory.
+    """Join runs of equal length at equal distances in memory.
 
     Returns:
         Views of shape [num_blocks, joined runs, bytes of a run].
@@ -125,7 +125,7 @@ def part_of(name: str, cache: "torch.Tensor", part: tuple[int, int]) -> "torch.T
 def describe(cache: "torch.Tensor") -> str:
     """Describe one layer's blocks: shape, order of the axes in memory, element type.
 
-    Tensors with equal bytes have equal descriptions, also if one of them is a part of a larger tensor.
+    A view of a part of a tensor has the same description as a separate tensor with the bytes of this part.
     """
     order = sorted(range(1, cache.dim()), key=lambda axis: (-cache.stride(axis), axis))
     strides = {axis: math.prod(cache.shape[inner] for inner in order[place + 1 :]) for place, axis in enumerate(order)}
@@ -202,7 +202,7 @@ class DeviceLayout(Layout):
         super().__init__(caches, num_blocks, chunk_blocks)
         self.batch_chunks = max(1, min(MAX_STAGED_CHUNKS, MAX_STAGED_NBYTES // self.chunk_nbytes))
         self._device = self._runs[0].device
-        # One copy for all runs of a layer is faster than a copy for each.
+        # If layers have several runs, one copy for all runs of a layer is faster than a copy for each run.
         is_cut = len(self._runs) > len(caches)
         self._views = stacked(self._runs) if is_cut else self._runs
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
@@ -264,8 +264,8 @@ def layout_of(
 
     Args:
         caches: The tensor of each layer, or its tensors (a state-space layer has several).
-        part: (Number, count): the layout of one of `count` equal parts of the heads of each layer. Each part has the
-            bytes, and the description, of a cache with these heads alone.
+        part: (Number of the part, number of parts). The layout covers only this one of several equal parts of the heads
+            of each layer. Its bytes and description are those of a cache that has only these heads.
 
     Raises:
         ConfigError: The layout or the device is not supported.

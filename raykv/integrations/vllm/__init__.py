@@ -19,9 +19,9 @@ _MODULE = f"{__name__}.connector"
 def register() -> None:
     """Register `RayKVConnector` with vLLM by name. Safe to call again.
 
-    `MultiConnector` looks up its connectors by name, without the module path, and an unknown name stops the engine.
-    Importing the connector calls this function. So does the entry point `vllm.general_plugins`, in every process of an
-    engine.
+    `MultiConnector` looks up its connectors by name alone, and an unknown name stops the engine. vLLM calls this
+    function in every process of an engine, through the entry point `vllm.general_plugins`. An import of the connector
+    calls it, too.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `RayKVConnector` or `state_revision` at first use. An earlier import would need vLLM, and be circular."""
+    """Import `RayKVConnector` or `state_revision` at first use. An earlier import would be circular and need vLLM."""
     if name in (CONNECTOR, "state_revision"):
         return getattr(importlib.import_module(_MODULE), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,14 +29,14 @@ _KNOWN_SPECS = (
 
 
 def check_engine(vllm_config: "VllmConfig") -> None:
-    """Refuse an engine if a miss could fail a request, or if its KV depends on more than the prefix.
+    """Refuse an engine that `RayKVConnector` does not support, such as one in which a miss could fail a request.
 
     Raises:
         ConfigError: The engine is not supported. The message names vLLM's field and a value that works.
     """
     parallel = vllm_config.parallel_config
-    # MultiConnector gives each connector a configuration of its own, but vLLM obeys the policy of the outer one. While
-    # vLLM makes a worker's connector, the current configuration is the outer one.
+    # MultiConnector gives each of its connectors a configuration of its own, but vLLM obeys the policy of
+    # MultiConnector's configuration. That is the current configuration while vLLM makes a worker's connector.
     for config in (vllm_config, get_current_vllm_config_or_none() or vllm_config):
         transfer = config.kv_transfer_config
         if transfer is not None and transfer.kv_load_failure_policy != "recompute":
@@ -77,10 +77,10 @@ def check_offloading(vllm_config: "VllmConfig") -> None:
 
 
 def check_handshakes(handshakes: Collection[object]) -> list[WorkerNamespaces]:
-    """Return the handshakes of this connector's workers. Refuse an engine that has lost them.
+    """Return the handshakes that come from workers of this connector.
 
     Raises:
-        ConfigError: There are none. The message names the field and the remedy.
+        ConfigError: No handshake comes from them. The message names the field and the remedy.
     """
     names = {type(each).__name__ for each in handshakes}
     workers = [each for each in handshakes if isinstance(each, WorkerNamespaces)]
@@ -94,7 +94,7 @@ def check_handshakes(handshakes: Collection[object]) -> list[WorkerNamespaces]:
 
 
 def check_cache(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: ConnectorConfig) -> None:
-    """Refuse a KV cache with blocks whose reuse vLLM does not define.
+    """Refuse a KV cache whose blocks `RayKVConnector` cannot reuse.
 
     Raises:
         ConfigError: The cache is not supported. The message names the unsupported parts and the remedy.

@@ -12,22 +12,26 @@ class ConnectorConfig(Model):
     """The fields of `kv_connector_extra_config`.
 
     Attributes:
-        address: The raykv node to use: "unix:/path" on this host, "host:port" elsewhere. None means RAYKV_ADDRESS, or
-            else the node that Ray started on this host.
+        address: The raykv node to use: "unix:/path" on this host, "host:port" elsewhere. None: the environment variable
+            RAYKV_ADDRESS. If that is not set, the node that Ray started on this host.
         chunk_blocks: Number of the engine's blocks in one chunk.
-        store_decode: Also store chunks that fill up while decoding, not only those of prompts.
+        store_decode: Whether to store chunks that fill up during decoding. Chunks of prompts are always stored.
         lookup_timeout_s: A lookup that takes longer counts as a miss. Only the request waits, not the engine.
-        load_policy: "sooner": load a stored prefix if this is expected to end sooner than its computation, by the
-            measured rates of the engine and of the path to the holder. "always": load every prefix that is stored.
+        load_policy: "sooner": load a stored prefix if the load is expected to end before the engine could compute the
+            prefix. The estimates use measured rates of the engine and of the loads. "always": load every stored prefix.
         load_timeout_s: Chunks that arrive later than this are recomputed. Only the request waits, not the engine.
-        store_timeout_s: Saves of a step wait at most this long for slots. Chunks that get no slot are skipped. A step
-            also waits at most this long until the saves of ended or preempted requests begin. If the node is on another
-            host, set this to seconds, because saves then cross the network.
-        load_threads: At most this many loads run at once. Others wait in a queue, and their timeout includes this wait.
-        revision: Text that identifies the weights. None means a digest of local files, or the commit of a hub model.
-        store_tp_size: Engines of different tensor parallel sizes share KV if all have the same `store_tp_size`: the
-            largest tensor_parallel_size of these engines, a multiple of each. None: this engine's size.
-        max_hint_s: Hints of requests last at most this long; longer times are reduced. 0: hints are not read.
+        store_timeout_s: The saves of a step wait at most this long for slots in the node's memory. Chunks that get no
+            slot are not stored. Before vLLM reuses blocks of a queued save, it waits at most this long for the save to
+            begin. If the node is on another host, set several seconds, because saves then cross the network.
+        load_threads: At most this many loads run at once. Other loads wait in a queue. `load_timeout_s` includes this
+            wait.
+        revision: Text that identifies the weights. None: a digest of the local files identifies them, or the commit of
+            a model from the hub.
+        store_tp_size: Number of tensor ranks under which KV is stored. Engines of different tensor_parallel_size share
+            KV if each sets this field to the largest of their sizes. It must be a multiple of every size. None: this
+            engine's tensor_parallel_size.
+        max_hint_s: Longest time that a hint of a request may last. Longer times are reduced to it. 0: hints are not
+            read.
     """
 
     address: str | None = None
@@ -44,15 +48,16 @@ class ConnectorConfig(Model):
 
 
 class TierConfig(Model):
-    """The fields of raykv's entry in `secondary_tiers`, besides those that vLLM reads itself.
+    """The fields of raykv's entry in `secondary_tiers`, except those that vLLM itself reads.
 
     Attributes:
         address: As in `ConnectorConfig`.
         lookup_timeout_s: A lookup that takes longer counts as a miss. Only the request waits, not the engine.
         load_timeout_s: Chunks that arrive later than this are recomputed. Only the request waits, not the engine.
-        store_timeout_s: Chunks that are not stored within this time are skipped. Until then, vLLM's host memory holds
-            them and cannot evict them.
-        load_threads: At most this many loads run at once. Others wait in a queue, and their timeout includes this wait.
+        store_timeout_s: Chunks that are not stored within this time are skipped. Until a chunk is stored or skipped,
+            vLLM cannot evict it from its host memory.
+        load_threads: At most this many loads run at once. Other loads wait in a queue. `load_timeout_s` includes this
+            wait.
         revision: As in `ConnectorConfig`.
     """
 

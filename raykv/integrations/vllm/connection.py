@@ -20,8 +20,8 @@ logger = init_logger("vllm.raykv.connection")
 FIRST_RETRY_S: Final = 0.5
 LAST_RETRY_S: Final = 30.0
 MAX_SCOPED_CLIENTS: Final = 1024
-"""A connection has at most this many clients. Beyond that, it drops the oldest one. The limit is needed because each
-salt needs a client, and users choose the salts."""
+"""A connection keeps at most this many clients of scopes. Beyond that, it drops the oldest client. The limit is needed
+because each salt needs a client, and users choose the salts."""
 
 
 class Connection:
@@ -62,7 +62,7 @@ class Connection:
         return found
 
     def close(self) -> None:
-        """Stop retrying and close the client. The caller makes no other call during or after this one."""
+        """Stop retrying and close the client. No other method may be called during or after this call."""
         self._closed.set()
         if self._retrying is not None:
             self._retrying.join()

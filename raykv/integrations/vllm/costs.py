@@ -1,11 +1,12 @@
 """Decides whether a stored prefix is loaded or computed: whichever is expected to end sooner.
 
-Both times are estimated from what this engine has measured: the tokens per second of its steps, and for each holder the
-bytes per second of loads. A load waits for the loads before it on the same path. A computation waits for the tokens of
-the requests before it. So a slow link gets as many loads as it can carry, and the engine computes the rest.
+Both times are estimated from measurements of this engine: the tokens per second of its steps, and the bytes per second
+of the loads from each holder (a node that holds chunks). The loads from one holder form a path. A new load waits for
+earlier loads on the same path. A new computation waits for the tokens of earlier requests. So a slow link gets only as
+many loads as it can finish in time, and the engine computes the other prefixes.
 
-A path that was too slow may become fast. To learn of it, the engine probes the path from time to time: it loads one
-chunk into scratch memory while it computes the request. No request waits for a probe.
+A path that was too slow may become fast. So the engine probes such a path from time to time: it loads one chunk into
+scratch memory while it computes the request. No request waits for a probe.
 """
 
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ from raykv.integrations.vllm.metadata import LoadTimes
 from raykv.types import NodeId
 
 OLDER: Final = 0.8
-"""Weight of the older measurements of the engine's steps."""
+"""Weight of the older measurements in the average time per token."""
 WINDOW_S: Final = 4.0
 LEAST_TOKENS: Final = 32
 """Steps with fewer tokens do not count, because their time hardly depends on the number of tokens."""
 LONGEST_STEP_S: Final = 30.0
-"""A longer time between two steps is no step: the engine was idle or stopped."""
+"""A longer time between two steps is not counted, because the engine was idle or stopped."""
 PROBE_S: Final = 30.0
-"""A path that was too slow is probed when nothing was loaded from it for this long."""
+"""A path that was too slow is probed after this time without a load."""
 
 
 @dataclass(slots=True)
@@ -30,10 +31,10 @@ class Path:
     """The loads from one holder.
 
     Attributes:
-        nbytes, busy_s: Bytes that arrived, and seconds in which at least one load ran. Both are halved when the seconds
-            exceed WINDOW_S, so older loads count less.
+        nbytes, busy_s: Bytes that arrived, and seconds in which at least one load ran. Both are halved when `busy_s`
+            exceeds WINDOW_S, so older loads count less.
         waiting_nbytes: Bytes of the loads that have not ended.
-        free_at_s: When the last load ended.
+        free_at_s: Time at which the last load ended.
     """
 
     nbytes: float = 0.0
@@ -48,7 +49,7 @@ class Path:
     def add(self, nbytes: int, began_s: float, ended_s: float) -> None:
         """Record a load that has ended. `nbytes`: the bytes that arrived."""
         took_s = ended_s - began_s
-        if nbytes * self.busy_s > 2 * self.nbytes * took_s:  # more than twice as fast: the path has changed
+        if nbytes * self.busy_s > 2 * self.nbytes * took_s:  # more than twice the old rate: the path has changed
             self.nbytes, self.busy_s = 0.0, 0.0
         self.nbytes += nbytes
         self.busy_s += max(ended_s - max(began_s, self.free_at_s), 0.0)
@@ -58,10 +59,10 @@ class Path:
 
 
 class Costs:
-    """Estimates the times of loads and computations of one engine. All times are those of one monotonic clock.
+    """Estimates the times of loads and computations of one engine. All times are seconds on one monotonic clock.
 
     Attributes:
-        seconds_per_token: Average time of a step for each of its tokens, 0 before the first measurement.
+        seconds_per_token: Average time of a step, divided by its number of tokens. 0 before the first measurement.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class Costs:
         self._step: tuple[int, float] | None = None
 
     def add_step(self, tokens: int, now_s: float) -> None:
-        """Record that a step with this number of tokens begins now. So the step before it has ended."""
+        """Record that a step with this number of tokens begins now, and that the previous step has ended."""
         if self._step is not None:
             before, began_s = self._step
             if before >= LEAST_TOKENS and now_s - began_s < LONGEST_STEP_S:
@@ -84,8 +85,8 @@ class Costs:
     def is_load_sooner(self, holder: NodeId, nbytes: int, tokens: int, *, queued_tokens: int, now_s: float) -> bool:
         """Return whether a load is expected to end sooner than the computation of the same tokens.
 
-        The delay that a computation means for requests that are loaded at the same time counts as its time, too.
-        Without measurements the answer is True.
+        A computation may delay requests that are being loaded. Their delays are added to the time of the computation.
+        Before the first measurement of a step the answer is True.
 
         Args:
             nbytes: Size of the load.
@@ -95,7 +96,7 @@ class Costs:
         path = self._paths.setdefault(holder, Path())
         begins_s = now_s + queued_tokens * self.seconds_per_token
         ends_s = begins_s + tokens * self.seconds_per_token
-        # Requests that are loaded meanwhile wait for the engine until the computation has ended.
+        # A request whose load ends during the computation must wait until the computation ends.
         delays_s = sum(max(0.0, ends_s - max(loaded_s, begins_s)) for _, _, loaded_s in self._loads.values())
         return not self.seconds_per_token or now_s + path.seconds(nbytes) <= ends_s + delays_s
 
@@ -115,7 +116,7 @@ class Costs:
         path.waiting_nbytes += nbytes
 
     def end_load(self, request_id: str, ended: LoadTimes) -> None:
-        """Record a load or a probe that has ended. Those that were not begun here are ignored."""
+        """Record a load or a probe that has ended. Does nothing without an earlier `begin_load`."""
         holder, nbytes, _ = self._loads.pop(request_id, ("", 0, 0.0))
         if nbytes:
             path = self._paths[holder]

@@ -13,16 +13,21 @@ from raykv.types import NodeId
 
 
 class LoadDecision:
-    """Decides for one engine, from the costs that it has measured."""
+    """Decides for one engine, from the costs that were measured."""
 
     def __init__(self, load_policy: str, groups: Groups, chunk_nbytes: Mapping[int, int]) -> None:
-        """Use `load_policy` of `ConnectorConfig`, and `chunk_nbytes`, the size of a worker's chunks by group."""
+        """Start without measurements.
+
+        Args:
+            load_policy: `ConnectorConfig.load_policy`.
+            chunk_nbytes: Bytes of one chunk of a worker, by index of the KV cache group.
+        """
         self._always = load_policy == "always"
         self._groups, self._chunk_nbytes = groups, chunk_nbytes
         self._costs = Costs()
 
     def is_load_sooner(self, lookup: Lookup, queued_tokens: int) -> bool:
-        """Return whether the load of a hit is expected to end before the engine could compute the same tokens.
+        """Return whether to load a hit: always, or if that is expected to end sooner than its computation.
 
         Args:
             queued_tokens: Number of tokens that the engine computes before this request.
@@ -34,7 +39,7 @@ class LoadDecision:
         )
 
     def probe(self, tracked: Tracked, lookup: Lookup) -> list[Load]:
-        """Return the order of a probe if the path to the holder of a declined hit should be probed, else no order."""
+        """Return a load that probes the path to the holder of a hit. The list is empty if no probe is due."""
         held, now_s = lookup.found.held, time.monotonic()
         holder, _ = self._source(lookup.found)
         if not self._costs.is_probe_due(holder, now_s):
@@ -64,13 +69,13 @@ class LoadDecision:
         self._costs.add_step(tokens, time.monotonic())
 
     def add_report(self, report: WorkerReport) -> None:
-        """Record the loads and probes that have ended. The worker may run on another host, with another clock."""
+        """Record the ended loads and probes. Their times are converted from the worker's clock to this one."""
         lag_s = time.monotonic() - report.now_s
         for request_id, ended in report.loads.items():
             self._costs.end_load(request_id, ended.shifted(lag_s))
 
     def _source(self, found: Found) -> tuple[NodeId, int]:
-        """Return the node that holds most of the chunks to load, and the size of the load of one worker."""
+        """Return the node that holds most of the chunks to load, and the number of bytes that one worker loads."""
         held = next(iter(found.held.values()))
         chunks = [(index, end) for index, ends in found.hit.ends.items() for end in ends]
         ((holder, _),) = Counter(held[chunk].node_id for chunk in chunks).most_common(1)

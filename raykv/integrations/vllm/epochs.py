@@ -1,12 +1,12 @@
 """Weight epochs: KV of weights that an engine no longer has is never reused.
 
-An epoch is a text that takes the place of the revision in the namespace of every rank. It travels in the `Scope` of
-each load and save. At the start it is empty, and the namespaces keep the revision of the start.
+An epoch is a text that replaces the revision in the namespaces of all ranks. The `Scope` of each load and save contains
+the epoch. At first the epoch is empty, and the namespaces keep the revision with which the engine started.
 
-1. `reset_cache` begins a private epoch with a random text. The engine finds nothing that was stored before, and no
-   other engine finds what it stores.
+1. `reset_cache` begins a private epoch with a random text. This engine finds nothing that was stored before, and other
+   engines find nothing that this engine stores.
 2. `state_revision` ends a private epoch. Engines that state the same revision share chunks again.
-3. When a private epoch has ended, each worker drops the chunks that it stored in it.
+3. After a private epoch has ended, each worker drops the chunks that it stored during the epoch.
 """
 
 import secrets
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.raykv.epochs")
 
 DROP_TIMEOUT_S: Final = 1.0
-"""An attempt to drop an epoch waits at most this long for earlier commits, and then for the nodes."""
+"""An attempt to drop an epoch waits at most this long for earlier commits, and then at most this long for the nodes."""
 RETRY_S: Final = 10.0
 MAX_PENDING_DROPS: Final = 64
-"""At most this many epochs of a rank wait to be dropped while no node answers. Beyond that, the oldest is left to
-eviction."""
+"""At most this many namespaces of ended epochs wait for a node that answers. Beyond that, the chunks of the oldest one
+are left to eviction."""
 _PRIVATE: Final = "private:"
 
 
@@ -42,7 +42,7 @@ def is_private(epoch: str) -> bool:
 
 
 def stated(revision: str) -> str:
-    """Return the revision of a namespace whose weights the user has named."""
+    """Return the revision for a namespace from the text with which the user identifies the weights."""
     return f"stated:{revision}"
 
 
@@ -51,8 +51,9 @@ class Statement:
     """A call of `state_revision` in one worker.
 
     Attributes:
+        revision: Text that identifies the new weights.
         host: The worker's host. Clocks of different hosts cannot be compared.
-        at_ns: Time of the call on the monotonic clock of this host.
+        at_ns: Time of the call on the monotonic clock of the worker's host.
     """
 
     revision: str
@@ -61,7 +62,11 @@ class Statement:
 
     @classmethod
     def now(cls, revision: object) -> "Statement":
-        """Raises UsageError if the revision is not a text, or empty."""
+        """Make a statement with this host and the present time.
+
+        Raises:
+            UsageError: The revision is not a text, or is empty.
+        """
         if not isinstance(revision, str) or not revision:
             raise UsageError(f"field 'revision': {revision!r} is not a text that identifies the weights")
         return cls(revision, host_identity(), time.monotonic_ns())
@@ -71,7 +76,7 @@ class Epochs:
     """The epochs of one engine, on the scheduler's side.
 
     Attributes:
-        current: The epoch of all new orders. Empty: the revision that the engine was started with.
+        current: Epoch of all new loads and saves. Empty: the revision with which the engine started.
     """
 
     def __init__(self) -> None:
@@ -86,7 +91,8 @@ class Epochs:
     def accept(self, statements: Sequence[Statement]) -> bool:
         """End the private epoch if a statement is newer than the last reset. Return whether the epoch has changed.
 
-        A statement reaches this side only with the next step. An older one is about weights before the reset.
+        A statement arrives with the output of a later step, so a reset may come first. A statement from before the
+        reset is ignored, because it describes the old weights.
         """
         here = [each for each in statements if each.host == self._host]
         if statements and not here:
@@ -114,9 +120,10 @@ class EpochDropper:
         self._pending: dict[bytes, Client] = {}
 
     def drop(self, client: "Client") -> None:
-        """Drop the chunks of this client's namespace, with all salts and adapters. Nothing is stored there any more.
+        """Drop the chunks of this client's namespace, of all salts and adapters.
 
-        Returns at once. Without an answer, it is tried again every RETRY_S seconds.
+        The namespace belongs to an epoch that has ended, so nothing new is stored in it. This call returns at once. If
+        no node answers, the drop is tried again every RETRY_S seconds.
         """
         self._pending[client.namespace.digest] = client
         if len(self._pending) > MAX_PENDING_DROPS:
@@ -128,7 +135,7 @@ class EpochDropper:
             digest, client = next(iter(self._pending.items()))
             try:
                 if (writer := client.router.writer) is not None:
-                    writer.drain(time.monotonic() + DROP_TIMEOUT_S)  # a later commit would store chunks again
+                    writer.drain(time.monotonic() + DROP_TIMEOUT_S)  # a commit after the drop would store chunks again
                 client.drop_namespace(timeout_s=DROP_TIMEOUT_S)
                 self._pending.pop(digest, None)
             except RayKVError as error:
@@ -137,6 +144,6 @@ class EpochDropper:
                     self._pending.clear()
 
     def close(self) -> None:
-        """Try once more to drop what is left. If the node does not answer, eviction frees it."""
+        """Try once more to drop the waiting namespaces. If the node does not answer, eviction frees their chunks."""
         self._closed.set()
         self._thread.shutdown()

@@ -1,9 +1,9 @@
 """The KV cache groups of an engine: which chunks they store, and the longest hit on which all of them agree.
 
-vLLM divides the layers of a hybrid model into groups with a block table each. A hit of T tokens needs all blocks before
-T of a full-attention group, only the last blocks of a sliding-window group, and the one state at T of a state-space
-group. raykv does not repeat these rules: it asks vLLM's own coordinator, whose block pool is replaced by the set of
-stored chunks.
+vLLM divides the layers of a hybrid model into groups. Each group has its own block table. For a hit of T tokens, a
+full-attention group needs all blocks before token T. A sliding-window group needs only the last blocks before T, and a
+state-space group needs only the state at T. raykv does not repeat these rules. It asks a copy of vLLM's coordinator, in
+which the set of stored chunks replaces the block pool.
 """
 
 import copy
@@ -28,12 +28,13 @@ class Group:
     """One KV cache group.
 
     Attributes:
-        index: Its place in vLLM's block tables.
+        index: Index of the group in vLLM's configuration and block tables.
         block_tokens: Number of tokens in a block.
         chunk_blocks: Number of blocks in a chunk.
-        whole: Whether a hit needs all chunks before its end. False: only the last ones.
-        handed_over: Whether vLLM names the blocks to store, because a request's block table does not show them.
-        suffix: The end of the names of this group's chunks.
+        whole: Whether a hit needs all chunks before the hit's end. False: it needs only the last ones.
+        handed_over: Whether vLLM itself says which blocks to store, as it does for Mamba states. Otherwise the block
+            table of the request shows them.
+        suffix: Bytes at the end of the name of each chunk of this group. Empty if there is only one group.
     """
 
     index: int
@@ -48,7 +49,7 @@ class Group:
         return self.block_tokens * self.chunk_blocks
 
     def blocks_of(self, end: int) -> range:
-        """Return the places in the block table of the blocks of the chunk that ends at token `end`."""
+        """Return the positions in the block table that belong to the chunk that ends at token `end`."""
         last = -(-end // self.block_tokens)
         return range(last - self.chunk_blocks, last)
 
@@ -57,8 +58,8 @@ class Hit(NamedTuple):
     """The longest prefix that can be loaded.
 
     Attributes:
-        tokens: Length of the prefix, with the tokens that the engine has already.
-        ends: For each group, by index, the ends of the chunks to load, in order.
+        tokens: Number of tokens of the prefix, including those that the engine has already.
+        ends: Maps the index of each group to the ends of the chunks to load, as numbers of tokens in ascending order.
     """
 
     tokens: int
@@ -73,8 +74,8 @@ class Groups:
 
     Attributes:
         each: The groups.
-        hash_tokens: Number of tokens that one of the engine's hashes covers.
-        null_block: Id of the block that stands for no block in vLLM's block tables.
+        hash_tokens: Number of tokens from the end of one of the engine's hashes to the end of the next.
+        null_block: Id of vLLM's null block, the placeholder for empty places in block tables.
     """
 
     def __init__(self, config: "KVCacheConfig", chunk_blocks: int) -> None:
@@ -100,7 +101,7 @@ class Groups:
         )
 
     def bind(self, coordinator: "KVCacheCoordinator") -> None:
-        """Take over the rules of vLLM's coordinator. No hit is found before this call."""
+        """Use the rules of vLLM's coordinator. Before this call, only a single group of full attention finds hits."""
         self._coordinator = coordinator
         self.null_block = coordinator.block_pool.null_block.block_id
 
@@ -110,7 +111,7 @@ class Groups:
         return self._coordinator is not None and self._coordinator.enable_partial_hash_hits
 
     def has_chunk(self, group: Group, hashes: Hashes, computed: int) -> bool:
-        """Return whether some chunk of the group ends after token `computed`."""
+        """Return whether a chunk of the group ends after token `computed` and has all its hashes."""
         size = self.hash_tokens if self.has_fine_hits else group.chunk_tokens
         return len(hashes) * self.hash_tokens >= (computed // size + 1) * size
 
@@ -119,7 +120,7 @@ class Groups:
         return bytes(hashes[end // self.hash_tokens - 1]) + group.suffix
 
     def ends(self, group: Group, hashes: Hashes, start: int, stop: int) -> list[int]:
-        """Return the ends of the chunks whose last token lies between `start` and `stop` - 1 and is hashed."""
+        """Return the ends of the hashed chunks that end after token `start`, up to token `stop`."""
         stop = min(stop, len(hashes) * self.hash_tokens)
         first = start // group.chunk_tokens + 1
         return [number * group.chunk_tokens for number in range(first, stop // group.chunk_tokens + 1)]
@@ -135,7 +136,7 @@ class Groups:
         Args:
             computed: Number of tokens that the engine has already, a multiple of the size of a block.
             limit: The prefix has at most this many tokens.
-            stored: For each group, by index, the ends of the chunks that are stored.
+            stored: Maps the index of each group to the ends of its stored chunks.
         """
         if self.is_plain:
             return self._longest_plain(hashes, computed, limit, stored[self.each[0].index])
@@ -157,7 +158,7 @@ class Groups:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one group of full attention. Then a hit is a prefix without a gap."""
+        """Whether the only group is one of full attention. Then a hit is a prefix without a gap."""
         return len(self.each) == 1 and self.each[0].whole
 
     def _longest_plain(self, hashes: Hashes, computed: int, limit: int, stored: Container[int]) -> Hit:
@@ -167,22 +168,22 @@ class Groups:
         )
         tokens = min(ends[-1], limit) // group.block_tokens * group.block_tokens if ends else 0
         if self._coordinator is not None and group.index in self._coordinator.eagle_group_ids:
-            tokens -= group.block_tokens  # EAGLE computes the last block again, as vLLM's coordinator decides
+            tokens -= group.block_tokens  # with EAGLE, vLLM's coordinator too computes the last block again
         if tokens <= computed:
             return NO_HIT
         return Hit(tokens, {group.index: ends[: -(-tokens // group.chunk_tokens) - computed // group.chunk_tokens]})
 
     def _end(self, group: Group, chunk: int, tokens: int, stored: Container[int]) -> int:
-        """Return the end of the chunk to load, by its number.
+        """Return the end of the chunk to load for a hit of `tokens` tokens. `chunk`: its number in the prompt.
 
-        A fine hit may end inside the last block. Then the chunk of the whole block is loaded if it is in `stored`, else
-        the chunk that ends where the hit ends.
+        A hit may end inside its last block. Then the chunk of the whole block is loaded if its end is in `stored`.
+        Otherwise the chunk that ends with the hit is loaded.
         """
         end = (chunk + 1) * group.chunk_tokens
         return end if end <= tokens or not self.has_fine_hits or end in stored else tokens
 
     def _hashes_of(self, group: Group, hashes: Hashes, computed: int, ends: Container[int]) -> set[bytes]:
-        """Return the hashes of the blocks that the engine has or that are stored."""
+        """Return the hashes of the blocks that the engine has or raykv stores."""
         found = set()
         for end in self.fine_ends(hashes, 0, len(hashes) * self.hash_tokens) if self.has_fine_hits else ():
             if end in ends:
@@ -207,7 +208,7 @@ class Groups:
 
 
 class _StoredBlocks:
-    """Stands in for vLLM's block pool in a search for a hit: a block is in the cache if raykv stores it."""
+    """Replaces vLLM's block pool during a search for a hit. A block counts as cached if its hash is in `cached`."""
 
     def __init__(self, hash_tokens: int, cached: Mapping[int, set[bytes]]) -> None:
         self.hash_block_size = hash_tokens
@@ -221,10 +222,10 @@ class _StoredBlocks:
 
 
 def spec_of(spec: "KVCacheSpec") -> "KVCacheSpec":
-    """Return the kind of the layers of a group. All layers of a group are of one kind."""
+    """Return the specification of the first layer of a group. All its layers are of the same kind."""
     return layer_specs(spec)[0]
 
 
 def layer_specs(spec: "KVCacheSpec") -> list["KVCacheSpec"]:
-    """Return the specification of each layer of a group, or the one that all its layers share."""
+    """Return the specification of each layer of a group. If all layers share one, the list has only this one."""
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]

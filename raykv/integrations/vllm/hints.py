@@ -1,9 +1,13 @@
 """Hints of requests: how long to keep a request's chunks, and when its session ends.
 
 Hints come with requests, so they are untrusted. A wrong hint is ignored, and the request goes on without it. No hint
-lasts longer than `max_hint_s`. Times and priorities never shorten or lower what others asked for: only chunks that the
-request itself stores get its time to live or a low priority. The end of a session leaves out chunks that other sessions
-of this engine use, and the next read of a chunk undoes it.
+lasts longer than `max_hint_s`.
+
+A request does no harm to chunks that other requests stored. For those, its hints can only prolong the time to live and
+raise the priority. A short time to live or a low priority applies only to chunks that the request itself stores.
+
+When a session ends, its chunks are marked for early eviction, except those that other sessions of this engine use. The
+next read of a chunk removes its mark.
 """
 
 import time
@@ -31,13 +35,13 @@ PROTOCOL_VERSIONS: Final = ("0.1", "1.0")
 MAX_ACTIONS: Final = 16
 """Only this many actions of an envelope are read."""
 MAX_FIELDS: Final = 16
-"""Hints with more fields are ignored without a look at them."""
+"""Hints with more fields than this are ignored unread."""
 MAX_SESSION_ID: Final = 256
-"""A longer session id, in characters, is ignored."""
+"""Longest session id, in characters. Longer ids are ignored."""
 DEFAULT_RETENTION_S: Final = 3600.0
-"""A high priority without `ttl_s` lasts this long."""
+"""A priority above 0 lasts this long if the request gives no time."""
 SAVE_WAIT_S: Final = 0.02
-"""Hints about a request's last chunks are sent again after this time if some chunks were not stored yet."""
+"""If some chunks of an ended request were not stored yet, its hints are sent again after this time."""
 
 SessionId = Annotated[str, Field(min_length=1, max_length=MAX_SESSION_ID)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -45,7 +49,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class _Own(BaseModel):
-    """raykv's own hints. Attributes: see `docs/vllm.md`."""
+    """raykv's own hints. `docs/vllm.md` describes the fields."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
@@ -57,7 +61,7 @@ class _Own(BaseModel):
 
 
 class _Lenient(BaseModel):
-    """Payloads of other projects' actions. Fields that raykv does not need are not read."""
+    """Base class for the parts of vLLM's `KvHintsEnvelope`. Fields that raykv does not need are not read."""
 
     model_config = ConfigDict(strict=True, frozen=True, from_attributes=True)
 
@@ -89,12 +93,14 @@ class RequestHints:
     """The hints of one request.
 
     Attributes:
-        session: The session that the request belongs to, or "".
+        session: Id of the request's session. Empty: the request names no session.
         ttl_s: Time to live of the chunks that the request stores. 0: the namespace's config decides.
-        priority: Priority of the chunks that the request stores. Above 0 only if `ttl_s` bounds it.
-        retention: (Seconds, priority) for which all chunks of the request are retained after its end.
+        priority: Priority of the chunks that the request stores. It is above 0 only together with `ttl_s`, so that it
+            ends.
+        retention: (Seconds, priority): after the request has ended, all its chunks are retained for this time, with at
+            least this priority. None: they are not retained.
         ends: Whether the session ends with the request.
-        ended: Other sessions that end with the request.
+        ended: Ids of other sessions that end with the request.
         store_decode: Whether to store chunks that fill up while decoding. None: the connector's config decides.
     """
 
@@ -113,18 +119,18 @@ class RequestHints:
 
     @property
     def after_end(self) -> bool:
-        """Whether something is to be done when the request has ended."""
+        """Whether there is something to record or send when the request has ended."""
         return bool(self.session or self.retention or self.ends or self.ended)
 
 
 @dataclass(slots=True)
 class Parsed:
-    """The hints of a request, and what became of each one.
+    """The hints of a request after they were checked.
 
     Attributes:
-        hints: The valid hints of the request.
+        hints: The valid hints.
         used: Number of valid hints.
-        ignored: Why hints have no effect, one entry for each.
+        ignored: For each ignored hint, its place and the reason.
     """
 
     hints: RequestHints
@@ -180,7 +186,7 @@ class _Reader:
             retention = None
         elif retention is not None:
             ttl_s = ttl_s and max(ttl_s, retention[0])
-        elif ttl_s:  # renew the time to live of chunks that the request did not store, not their priority
+        elif ttl_s:  # for chunks of other requests too; the lowest priority leaves theirs unchanged
             retention = (ttl_s, -HIGHEST_PRIORITY)
         ended = frozenset(self._ended)
         hints = RequestHints(self._session, ttl_s, priority, retention, self._ends, ended, self._store_decode)
@@ -226,7 +232,7 @@ class _Reader:
             self._ignore("kv_hints.actions", f"only the first {MAX_ACTIONS} are read")
 
     def _read_action(self, where: str, action: _Action) -> None:
-        """Read one action. Actions of types that raykv does not know are meant for others, so they are no error."""
+        """Read one action. Unknown types are skipped without an error, because they are meant for other programs."""
         if action.action_type not in ("raykv.hints", "kv.retain", "kv.evict", "kv.demote"):
             return
         if action.action_version != "1.0":
@@ -252,7 +258,7 @@ class _Reader:
             return model.model_validate(fields)
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            # The name of a field is the sender's text, so it is quoted and cut.
+            # The sender chose the name of the field, so it is quoted and shortened.
             inside = "".join(f".{part!r:.40}" for part in problem["loc"])
             self._ignore(f"{where}{inside}", problem["msg"])
             return None
@@ -265,10 +271,15 @@ class _Reader:
 
 
 class HintSender:
-    """Sends the hints of ended requests to the nodes. One thread uses it."""
+    """Sends the hints of ended requests to the nodes. Only one thread may use it."""
 
     def __init__(self, names: Callable[["Hashes"], list[bytes]], save_wait_s: float = SAVE_WAIT_S) -> None:
-        """`names` returns the names of all chunks of a request. `save_wait_s`: 0 if no save is under way."""
+        """Start without sessions.
+
+        Args:
+            names: Maps the engine's hashes of a request to the names of all its chunks.
+            save_wait_s: If some chunks were not stored yet, hints are sent again after this time. 0: never again.
+        """
         self._names, self._sessions, self._save_wait_s = names, Sessions(), save_wait_s
 
     def send(
@@ -277,14 +288,15 @@ class HintSender:
         """Send the hints of a request that has ended.
 
         Args:
-            tenant: A session of one tenant is not a session of another, even if they have the same id.
+            clients: The clients to send with, one for each rank.
+            tenant: Identifies the tenant. Sessions of different tenants differ, even if their ids are equal.
             hashes: The engine's hashes of the request.
             prompt: How many of the hashes belong to the prompt.
         """
         names = self._names(hashes)
         if not names:
             return
-        session = (tenant, hints.session or names[-1])  # a request without a session is one of its own
+        session = (tenant, hints.session or names[-1])  # a request without a session id is a session by itself
         marked: list[bytes] = []
         if hints.session or hints.ends:
             of_prompt = set(self._names(hashes[:prompt]))

@@ -1,4 +1,4 @@
-"""Tells vLLM where the tokens of a hit come from: this host's memory, another node's memory, or SSD and file."""
+"""Tells vLLM where the tokens of a hit come from: this host's memory, another node's memory, or an SSD or file."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -20,11 +20,12 @@ def source_of(holder: Holder, near: Collection[NodeId]) -> CacheHitSource:
 def hit_sources(found: Found, tokens: range, near: Collection[NodeId]) -> dict[CacheHitSource, int]:
     """Count the tokens of a hit by source. The counts add up to the number of tokens.
 
-    A token counts for the next chunk that is loaded in each group and for each rank, because the hit needs all of them.
-    If their sources differ, the one farthest from the GPU counts.
+    In each group, a token has the source of the first loaded chunk that ends after it. If groups or ranks have
+    different sources for a token, the source farthest from the GPU counts.
 
     Args:
-        tokens: The tokens to load.
+        tokens: The range of tokens to load.
+        near: The nodes on this host.
     """
     groups = [list(_sources(found, index, ends, near)) for index, ends in found.hit.ends.items() if ends]
     counts: Counter[CacheHitSource] = Counter()
@@ -41,7 +42,7 @@ def hit_sources(found: Found, tokens: range, near: Collection[NodeId]) -> dict[C
 def _sources(
     found: Found, index: int, ends: list[int], near: Collection[NodeId]
 ) -> Iterator[tuple[int, CacheHitSource]]:
-    """Return for each loaded chunk of a group its end and its source."""
+    """Yield (end, source) of each loaded chunk of a group."""
     for end in ends:
         holders = [held[index, end] for held in found.held.values()]
         yield end, CacheHitSource.outermost(source_of(holder, near) for holder in holders)

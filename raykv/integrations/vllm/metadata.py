@@ -1,7 +1,8 @@
-"""The orders that the scheduler's side sends to the worker's side in each step: one `StepOrders`.
+"""Messages between the scheduler's side and the worker's side: `StepOrders` in each step, `WorkerReport` after it.
 
-A chunk's name is the engine's hash of all tokens up to the chunk's end, and the group if there are several. Orders do
-not contain keys, because a key depends on the rank: each worker derives its own keys from the names.
+The name of a chunk is the engine's hash of all tokens up to the chunk's end. If there are several groups, a suffix for
+the group follows. Orders contain names and no keys, because a key depends on the rank. Each worker derives its own keys
+from the names.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ class Scope:
     Attributes:
         lora: The request's adapter: name and content.
         salt: The tenant's salt.
-        epoch: Takes the place of the revision, unless it is empty: see `epochs`.
+        epoch: Replaces the revision of the namespace, unless it is empty: see `epochs`.
     """
 
     lora: str = ""
@@ -43,8 +44,8 @@ class LoadedChunks:
     Attributes:
         group: Index of the group.
         names: Names of the chunks.
-        blocks: Block ids of each chunk, in order. None stands for a block that the engine already has, or does not
-            need. It must not be written, because other requests may read it.
+        blocks: Block ids of each chunk, in order. None: the engine has this block already, or does not need it. The
+            load must not write it, because other requests may read it.
         holders: For each rank, the node from which to read each chunk.
     """
 
@@ -60,10 +61,10 @@ class Load:
 
     Attributes:
         request_id: The request. The engine does not use the request's blocks until the load is reported as finished.
-        parts: The chunks of each group. Except for one group of full attention, the load is of use only if all chunks
-            arrive.
-        is_probe: Whether the load only measures the path. Then it has no blocks, and `request_id` names no request of
-            vLLM.
+        parts: The chunks of each group. A model with a single group of full attention can use the chunks before the
+            first missing one. Other models can use a load only if all chunks arrive.
+        is_probe: Whether the load only measures the path. Then it writes no block, and `request_id` is not the id of a
+            request.
     """
 
     request_id: str
@@ -74,7 +75,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """An order to store consecutive chunks of one request and group. Their bytes are computed at the end of this step.
+    """An order to store consecutive chunks of one request and group. They are complete at the end of this step.
 
     Attributes:
         group: Index of the KV cache group.
@@ -82,8 +83,8 @@ class Save:
         blocks: Block ids of each chunk, in order.
         parent: Name of the chunk before the first one; None at the start of a prompt, and for states.
         depth: Number of chunks before the first one.
-        cached: Whether the engine found these chunks in its own cache. Most of them are stored already, so the worker
-            looks them up first.
+        cached: Whether the engine found these chunks in its own cache. If so, raykv probably stores them already, so
+            the worker looks them up first.
         hints: Expiry and priority; None if the namespace's config decides.
         number: Identifies the save in the workers' reports (`raykv.integrations.vllm.events`). 0: no report is needed.
     """
@@ -106,9 +107,10 @@ class StepOrders(KVConnectorMetadata):
     Attributes:
         loads: Loads to start.
         saves: Saves to begin after the step's forward pass.
-        reused: Blocks of earlier saves that vLLM has given to another use. This step may overwrite them.
-        computes: Whether the step computes anything. The engine runs idle steps while loads are in flight.
-        epoch: The epoch of these and all later orders. None: unknown, because the orders of this step were lost.
+        reused: Ids of blocks of earlier saves that vLLM has given to other requests. This step may overwrite them.
+        computes: Whether the step computes anything. Otherwise it is an idle step, which the engine runs while loads
+            are in flight.
+        epoch: The current epoch: see `epochs`. None: unknown, because the orders of this step were lost.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -120,11 +122,11 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class WorkerNamespaces(KVConnectorHandshakeMetadata):
-    """The handshake of a worker, for the scheduler. Only a worker knows its layout and kernel.
+    """The handshake of a worker, for the scheduler's side, which cannot know the worker's layout and kernel.
 
     Attributes:
-        namespaces: The namespaces by rank. Workers that hold the same bytes share one.
-        chunk_nbytes: Size of a chunk of each group, by index: the sum over these ranks.
+        namespaces: Namespace of each rank whose KV the worker has. Workers with the same bytes share a namespace.
+        chunk_nbytes: Maps the index of each group to the bytes of one chunk, summed over the worker's ranks.
     """
 
     namespaces: dict[Rank, Namespace]
@@ -139,7 +141,7 @@ class LoadTimes(NamedTuple):
     nbytes: int
 
     def shifted(self, seconds: float) -> "LoadTimes":
-        """Return the same load with later times, for another clock."""
+        """Return the same load with `seconds` added to its times, which converts them to another clock."""
         return LoadTimes(self.began_s + seconds, self.ended_s + seconds, self.nbytes)
 
 
@@ -149,9 +151,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Attributes:
         now_s: Time of the report by the worker's clock.
-        loads: The loads and probes that have ended, by request id. Times are those of the same clock.
-        stored: For each ended save, by number, the stored chunks, as in `Save.depth`: one set for each rank.
-        stated: Statements of the revision of the weights.
+        loads: The loads and probes that have ended, by request id, with times of the worker's clock.
+        stored: Maps the `Save.number` of each ended save to its stored chunks: for each rank, the set of their depths
+            (see `Save.depth`).
+        stated: Calls of `state_revision` since the last report.
     """
 
     now_s: float
@@ -160,7 +163,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     stated: list[Statement] = field(default_factory=list)
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "WorkerReport":
-        """Combine the reports of two workers. Of each load, the longer time counts."""
+        """Combine the reports of two workers. If both report a load, the longer time counts."""
         assert isinstance(other, WorkerReport)
         self.stated += other.stated
         lag_s = self.now_s - other.now_s

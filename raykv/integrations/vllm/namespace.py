@@ -41,10 +41,10 @@ def namespace_of(
 
     Args:
         rank: The rank under which the chunks are stored.
-        tensor_ranks: Number of tensor ranks under which the engine stores chunks. So engines of different tensor
-            parallel sizes share chunks if they store under the same ranks.
+        tensor_ranks: Number of tensor ranks under which the engine stores chunks. Engines of different tensor parallel
+            sizes can share chunks if this number is equal.
         block_tokens: Number of tokens in a block of each group.
-        layout, attention: Descriptions of all groups: `Layout.description` and `attention_of`.
+        layout, attention: Descriptions of all groups, from `Layout.description` and `attention_of`.
 
     Raises:
         ConfigError: The revision of the weights is unknown, or the engine's block hash is not reproducible.
@@ -52,7 +52,7 @@ def namespace_of(
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     path = Path(model.model)
     return Namespace(
-        # Hosts may hold the model under different paths, since the revision identifies the content.
+        # Only the name of the folder, because hosts may have the model under different paths.
         model=path.resolve().name if path.exists() else model.model,
         revision=revision_of(vllm_config, config),
         dtype=f"{str(model.dtype).removeprefix('torch.')}/{cache.cache_dtype}",
@@ -76,7 +76,7 @@ def namespace_of(
 
 
 def revision_of(vllm_config: "VllmConfig", config: ConnectorConfig) -> str:
-    """Identify the weights that an engine has loaded, with those of its drafter. A stated revision stands for both.
+    """Identify the weights of an engine and of its drafter. If `config.revision` is set, it identifies both.
 
     Raises:
         ConfigError: The weights are neither local files nor a commit of the hub. The remedy is to set `revision`.
@@ -172,7 +172,7 @@ class Scopes:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], tuple[Any, str]] = {}
-        """Maps (name, path) of an adapter to the last `signature` of its files and its text in `Scope.lora`."""
+        """Maps (name, path) of an adapter to (last `signature` of its files, its text in `Scope.lora`)."""
 
     def of(self, request: "Request") -> Scope:
         adapter = request.lora_request
@@ -187,7 +187,7 @@ class Scopes:
             now = () if path is None else signature(path)
             if seen == now:
                 return scope
-            # Without files we cannot identify the adapter, so only this process uses its chunks.
+            # If the files have changed or are not here, only this process uses the chunks.
             scope = private if seen or not now or path is None else f"{name}:{content_digest(path)}"
         except (OSError, RuntimeError):  # RuntimeError: "~" of an unknown user
             return private

@@ -1,7 +1,7 @@
 """Reads and stores the chunks of one rank of a worker.
 
-A worker may have the KV of several ranks: those under which its KV heads are stored. Each rank has a namespace, so
-chunks of two ranks never share a key.
+A worker may have the KV heads of several ranks: see `tensor_ranks`. Each rank has its own namespace, so chunks of two
+ranks never share a key.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class RankCache:
 
 
 class _Run(NamedTuple):
-    """Consecutive chunks of save `number` to store. `depth` chunks precede them; `parent` is the last one's key."""
+    """Chunks of the save `number` to store. `depth` chunks precede them; the last of these has the key `parent`."""
 
     keys: KeyArray
     blocks: Sequence[Sequence[int]]
@@ -83,7 +83,7 @@ class RankStore:
         return self._connection.client(self.cache.namespace, scope)
 
     def batch_chunks(self, group: int) -> int:
-        """Return how many chunks of a KV cache group one call of `load` takes."""
+        """Return how many chunks of a KV cache group one call of `load` takes at most."""
         return self.cache.layouts[group].batch_chunks
 
     def load(self, client: "Client", part: LoadedChunks, batch: slice, timeout_s: float) -> GetResult:
@@ -105,7 +105,7 @@ class RankStore:
         client = self.client(scope)
         for group, count in chunks.items():
             if client is not None:
-                # Nobody reads the result of this call. If it fails, `save` fails too, and reports the error.
+                # An error of this call is not reported. The later `save` fails for the same reason and reports it.
                 client.prepare(self.cache.layouts[group].chunk_nbytes, count, timeout_s=timeout_s)
 
     def skip(self, saves: Sequence[Save]) -> None:
@@ -117,11 +117,11 @@ class RankStore:
         """Store chunks, and collect late answers to earlier saves.
 
         Args:
-            saves: All of one epoch.
-            deadline_s: Until then wait for slots. Without a wait, chunks get the slots that the client has.
+            saves: The saves of one step. They all have the same epoch.
+            deadline_s: Wait for slots until this time. After it, only slots that the client already has are used.
             flush_s: Wait at most this long for late answers.
         """
-        # All saves of a step are of one epoch, and so of one quota group.
+        # All saves of a step have one epoch, and therefore one quota group.
         client = self.client(Scope(epoch=saves[0].scope.epoch if saves else ""))
         if client is None:
             self.skip(saves)
@@ -153,7 +153,11 @@ class RankStore:
         return results
 
     def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
-        """Return the chunks to store. Of `cached` chunks, skip those that nodes hold, or all if the lookup is slow."""
+        """Return the chunks to store.
+
+        A `cached` save is looked up first. Its leading chunks that nodes hold are left out. If the lookup does not end
+        before the deadline, all chunks are left out.
+        """
         client = self.client(save.scope)
         assert client is not None, "clients of all scopes are made from one"
         above = [] if save.parent is None else [save.parent]

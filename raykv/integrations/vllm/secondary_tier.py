@@ -1,10 +1,11 @@
 """raykv below vLLM's own host memory: a secondary tier of vLLM's OffloadingConnector.
 
 vLLM copies KV from the GPU into a region of host memory, its primary tier. `RayKVTier` stores chunks from there, and
-loads chunks into it. A chunk is one row of that region: some blocks of one KV cache group, of all ranks on this host.
+loads chunks into it. A chunk is one row of that region. It holds some blocks of one KV cache group, for all ranks on
+this host.
 
-vLLM calls the tier on its scheduler's thread. No call waits, except `drain_jobs` and `shutdown`: lookups, loads and
-stores run on threads, and vLLM asks again.
+vLLM calls the tier on its scheduler's thread. Only `drain_jobs` and `shutdown` wait. Lookups, loads and stores run on
+other threads, and vLLM asks for their results in later steps.
 """
 
 import secrets
@@ -87,14 +88,15 @@ class RayKVOffloadingConnector(OffloadingConnector):
 def tier_namespace(vllm_config: "VllmConfig", offloading: "OffloadingConfig", config: TierConfig) -> Namespace:
     """Make the namespace of a tier's chunks. A chunk holds the bytes of all ranks.
 
-    vLLM's block hashes, from which it derives the names of chunks, cover tokens, salt and media.
+    Tokens, salt and media are not in the namespace. vLLM's block hashes cover them, and the names of chunks contain
+    these hashes.
 
     Raises:
         ConfigError: The revision of the weights is unknown, or the engine's block hash is not reproducible.
     """
     blocks_per_chunk = offloading.cache.blocks_per_chunk
     fields = {name: value for name, value in asdict(offloading).items() if name not in _OF_THE_ENGINE}
-    fields["model"] = offloading.model.dtype  # its name may be a path on this host
+    fields["model"] = offloading.model.dtype  # without the name, which may be a path on this host
     fields["parallel"] = {name: value for name, value in fields["parallel"].items() if name not in _OF_THE_PROCESS}
     fields["use_v2_model_runner"] = vllm_config.use_v2_model_runner
     return namespace_of(
@@ -104,7 +106,7 @@ def tier_namespace(vllm_config: "VllmConfig", offloading: "OffloadingConfig", co
         tensor_ranks=vllm_config.parallel_config.tensor_parallel_size,
         block_tokens=[group.tokens_per_block for group in offloading.groups],
         layout=f"offloaded/{offloading.kv_cache_layout}/{digest_of(fields)}",
-        # vLLM chooses the kernels in the workers, from this configuration and the device.
+        # The workers choose their kernels from this configuration and the device.
         attention=f"{current_platform.get_device_name()}/{vllm_config.attention_config.compute_hash()}",
     )
 
@@ -114,8 +116,8 @@ class _Known:
     """What the tier knows about one request.
 
     Attributes:
-        holders: The nodes that hold the request's chunks.
-        chain: Stored chunks by (KV cache group, number of the chunk in its prompt).
+        holders: Maps each found chunk to a node that holds it.
+        chain: Maps (KV cache group, number of the chunk in the prompt) to the chunk, for all chunks of store jobs.
     """
 
     holders: dict[OffloadKey, NodeId] = field(default_factory=dict)
@@ -234,19 +236,19 @@ class RayKVTier(SecondaryTierManager):
         return [self._result(*self._jobs.pop(job_id)) for job_id in ended]
 
     def drain_jobs(self) -> None:
-        """Cancel queued jobs, and wait for the running ones. Then use names that no chunk has had so far.
+        """Cancel queued jobs, and wait for the running ones. Then begin to use a new, random salt.
 
-        vLLM calls this when it resets its cache, for example after an update of the weights. The new weights are
-        unknown here. So from now on this tier finds only what it stores after this call, and shares nothing.
+        vLLM calls this when it resets its cache, for example after an update of the weights. The tier does not know the
+        new weights. So from now on it finds only what it stores after this call, and no other engine finds that.
 
-        This must wait, at most until the timeouts: right after this call, vLLM gives the rows of running jobs to other
-        chunks.
+        The call must wait, because right after it vLLM gives the rows of running jobs to other chunks. It waits at most
+        until the timeouts of these jobs.
         """
         wait([future for _, future in self._jobs.values() if not future.cancel()])
         self._scope = Scope(salt=f"after a reset: {secrets.token_hex(16)}")
 
     def shutdown(self) -> None:
-        """Cancel queued jobs, wait for the running ones, and disconnect. vLLM then unmaps the rows."""
+        """Cancel queued jobs, wait for the running ones, and disconnect. After this call, vLLM unmaps the rows."""
         self._lookups.shutdown()
         self._loader.shutdown(cancel_futures=True)
         self._saver.shutdown(cancel_futures=True)
@@ -265,7 +267,7 @@ class RayKVTier(SecondaryTierManager):
         move: "Callable[[Client, TransferJob, float], _Moved]",
         timeout_s: float,
     ) -> None:
-        client = self._client()  # now, because a reset changes the scope
+        client = self._client()  # here and not when the job runs, because a reset changes the scope
         self._jobs[job.job_id] = job, threads.submit(self._move, client, job, move, job.submit_time + timeout_s)
 
     @staticmethod
@@ -324,7 +326,7 @@ class RayKVTier(SecondaryTierManager):
         return Put(keys, values, parent=None if parent is None else client.keys([parent]), depth=start[1])
 
     def _place(self, key: OffloadKey, req_context: ReqContext) -> tuple[int, int] | None:
-        """Return the group of a chunk, and how many chunks of the group precede it in the prompt. None: unknown."""
+        """Return the group of a chunk, and how many chunks of the group precede it. None: its position is unknown."""
         group, end = get_offload_group_idx(key), req_context.get_offload_key_position(key)
         return None if end is None else (group, -(-end // self._chunk_tokens[group]) - 1)
 

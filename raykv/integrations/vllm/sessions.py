@@ -1,4 +1,4 @@
-"""The chunks of recent sessions: which ones end with a session, and which ones its next turn has superseded."""
+"""Remembers the chunks of recent sessions, to find those that nobody needs after a turn or the end of a session."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
@@ -10,10 +10,10 @@ MAX_SESSION_CHUNKS: Final = 1 << 18
 
 
 class Turn(NamedTuple):
-    """A request of a session that has ended.
+    """One request of a session. The request has ended.
 
     Attributes:
-        prompt: The engine's hashes of its prompt.
+        prompt: The engine's hashes of the prompt.
         generated: Names of the chunks with generated tokens.
     """
 
@@ -27,8 +27,9 @@ class _Session:
 
     Attributes:
         chunks: Names of its chunks, in order of their first use.
-        shared: (Number, last one) of those hashes of its last prompt that a later prompt of the same conversation must
-            have. A chat template may change the tokens of the last hash, so that one does not count.
+        shared: Describes the hashes of its last prompt, without the final hash: (their number, the last of them). A
+            prompt that continues the conversation begins with these hashes. The final hash is left out, because a chat
+            template may change its tokens.
         generated: Names of the chunks that its last request generated.
     """
 
@@ -37,25 +38,25 @@ class _Session:
     generated: list[bytes] = field(default_factory=list)
 
     def is_continued_by(self, turn: Turn) -> bool:
-        """Return whether a prompt begins with the session's last prompt, and is longer."""
+        """Return whether the turn's prompt begins with the session's last prompt, and is longer."""
         count, last = self.shared
         return count > 0 and len(turn.prompt) > count + 1 and turn.prompt[count - 1] == last
 
 
 class Sessions:
-    """The chunks of recent sessions, by name. One thread uses it."""
+    """The chunks of recent sessions, by name. Only one thread may use it."""
 
     def __init__(self, most_chunks: int = MAX_SESSION_CHUNKS) -> None:
         self._most_chunks, self._count = most_chunks, 0
         self._sessions: OrderedDict[Hashable, _Session] = OrderedDict()
-        self._users: OrderedDict[bytes, Hashable] = OrderedDict()  # None: several sessions
+        self._users: OrderedDict[bytes, Hashable] = OrderedDict()  # name -> its only session, or None
 
     def add(self, session: Hashable, names: Iterable[bytes], turn: Turn) -> list[bytes]:
         """Remember the chunks of a request that has ended.
 
         Returns:
-            The superseded chunks: those that the session's last request generated, if this request continues the same
-            conversation without them. Most chat templates drop the reasoning of earlier turns from later prompts.
+            The superseded chunks: the session's previous request generated them, and this request continues the
+            conversation without them. This is usual, because most chat templates drop the reasoning of earlier turns.
         """
         known = self._sessions.pop(session, None) or _Session()
         self._count -= len(known.chunks)

@@ -1,4 +1,4 @@
-"""Under which tensor ranks an engine stores its KV.
+"""Decides under which tensor ranks an engine stores its KV.
 
 An engine stores KV as an engine with `store_tp_size` tensor ranks would: each chunk holds the KV heads of one such
 rank. So engines of different tensor parallel sizes share chunks. Bytes are neither moved nor joined: a worker that has
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _PLAIN_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
-"""With other modes of quantization, kernels may put scales between the heads."""
+"""Quantization modes that allow a division by heads. In other modes, kernels may put scales between the heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class TensorRanks:
         return range(first, first + self.per_worker)
 
     def replica(self, worker: int) -> tuple[int, int]:
-        """Return the worker's number among those with the same bytes, and how many they are."""
+        """Return (number of the worker among those with the same bytes, number of these workers)."""
         return worker % self.replicas, self.replicas
 
 
@@ -75,14 +75,14 @@ def tensor_ranks(vllm_config: "VllmConfig", cache: "KVCacheConfig", config: Conn
 
 
 def _check_layer(spec: "KVCacheSpec", size: int, config: ConnectorConfig) -> None:
-    """Refuse a layer whose KV cannot be divided by KV heads. Its blocks have shape [heads, tokens, content]."""
+    """Refuse a layer whose KV cannot be divided by heads. Other layers have blocks [heads, tokens, content]."""
     remedy = f"leave it out, or set it to tensor_parallel_size ({size}); then engines of this size share KV"
     if not isinstance(spec, AttentionSpec) or isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         raise _refusal(config, f"the KV of a layer is not divided by heads ({type(spec).__name__})", remedy)
     is_packed = spec.num_head_slots is not None or spec.state_content_bytes is not None
     if is_packed or spec.kv_quant_mode not in _PLAIN_MODES:
         raise _refusal(config, "the attention kernel packs heads or scales in a way of its own", remedy)
-    # A worker with more than one head of a layer has no head that another worker has, too.
+    # Two workers may have the same head only if each worker has a single head of the layer.
     assert config.store_tp_size is not None
     if spec.num_kv_heads % (config.store_tp_size // size):
         heads = spec.num_kv_heads * size if spec.num_kv_heads > 1 else f"at most {size}"
