@@ -1,21 +1,23 @@
-"""Replays conversations of a trace through a node, with the hints of an agent harness and without. Counts the hits.
+"""Replays conversations of a trace through a node, with and without hints of an agent harness. Counts the hits.
 
 Run by hand: `python -m benchmarks.agentic_hints`. Needs neither vLLM nor a GPU; takes less than five minutes.
 
 The trace is `tests/data/mooncake_synthetic_trace.jsonl.gz`. It is made from public data sets, and names no sessions.
-So sessions are inferred: a call joins the session of the longest earlier call whose full blocks its own begin with.
+So sessions are inferred: a call continues an earlier call if its blocks begin with all full blocks of the earlier call.
+If several earlier calls match, the longest one counts.
+
 A real node in this process serves the calls. It stores a chunk of 4 KiB for each full block of 512 tokens, so that the
-arena fits on a small machine. Tokens that fill no block count as asked for, and are never hits.
+arena fits on a small machine. Tokens outside full blocks are never hits, but the hit ratio counts them as requested.
 
-What the harness tells (`raykv_hints`, by the functions of the vLLM connector), and how it would know:
+The harness gives these hints, and the functions of the vLLM connector read them (`raykv_hints`):
 
-* The session's id: from the past alone.
-* `session_end` with the last call: a harness knows when its task ends. Here it is the session's last call
-  in the trace, so the harness is never wrong. It does not know whether other sessions read the same blocks later.
-* `pin_s` with all other calls, during the tool call that follows. That the session goes on is known from the model's
-  answer. The length comes from the past alone: a quantile of the pauses that have ended so far.
+* The session's id, which is inferred from earlier calls only.
+* `session_end` with the last call of the session in the trace. A real harness knows when its task ends. It does not
+  know whether other sessions read the same blocks later. In one mode the hint also comes with wrong calls.
+* `pin_s` with all other calls, for the tool call that follows. A real harness sees in the model's answer that the
+  session continues. The time is a quantile of the pauses that have ended so far.
 
-There is no priority for a shared system prompt: no block of the trace is in more than 24 of its requests.
+No hint raises the priority of a shared system prompt, because no block of the trace is in more than 24 requests.
 """
 
 import argparse
@@ -43,11 +45,11 @@ TRACE: Final = Path(__file__).parents[1] / "tests" / "data" / "mooncake_syntheti
 NBYTES: Final = 4096
 EXTENT_CHUNKS: Final = 16
 PARTS: Final = 3
-"""The trace is cut into this many parts of equally many calls. Each one begins with an empty node."""
+"""The trace is cut into this many parts with equal numbers of calls. Each part is replayed on a new, empty node."""
 SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2)
 MAX_HINT_S: Final = 86_400.0
 FIRST_PAUSE_S, PAUSES, PAUSE_QUANTILE = 60.0, 10, 0.75
-"""A harness expects this quantile of the pauses so far, and FIRST_PAUSE_S before it has seen PAUSES of them."""
+"""A harness expects FIRST_PAUSE_S until it has seen PAUSES pauses, and then the quantile PAUSE_QUANTILE of them."""
 
 
 class Call(NamedTuple):
@@ -64,7 +66,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Mode:
-    """Which hints a harness gives. `wrong`: share of the calls within a session that say `session_end` too early."""
+    """Which hints a harness gives. `wrong`: the share of all calls that have `session_end` by mistake."""
 
     ends: bool = False
     pins: bool = False
@@ -81,7 +83,7 @@ MODES: Final = {
 
 
 class Case(NamedTuple):
-    """One replay: a part of the trace, on a node with room for `share` of the part's different chunks."""
+    """One replay: a part of the trace, on a node with room for `share` of the part's distinct chunks."""
 
     policy: str
     share: float
@@ -114,7 +116,7 @@ def calls_of(trace: Trace) -> list[Call]:
 
 
 def part_of(calls: Sequence[Call], number: int) -> Sequence[Call]:
-    """Return one of PARTS parts. A session that goes on in a later part does not end in this one."""
+    """Return one of PARTS parts. A session that continues in a later part does not end in this part."""
     size = -(-len(calls) // PARTS)
     return calls[number * size : (number + 1) * size]
 
@@ -124,9 +126,9 @@ def chunks_of(calls: Sequence[Call]) -> int:
 
 
 def shared_ends(calls: Sequence[Call]) -> tuple[int, int]:
-    """Return how many blocks a session used when it ended, and how many of these are read again later.
+    """Return (number of blocks in the last calls of all sessions, number of these that later calls read again).
 
-    This is for the report alone. No harness and no hint knows it.
+    Only the report uses these numbers. A harness cannot know them.
     """
     last_read = {chunk: place for place, call in enumerate(calls) for chunk in call.chunks}
     marked = [(place, chunk) for place, call in enumerate(calls) if call.is_last for chunk in call.chunks]
@@ -165,7 +167,7 @@ class Harness:
 
 
 class Engine:
-    """Makes the calls of vLLM's connector to a node, in the trace's time.
+    """Calls a node as vLLM's connector does, at the times of the trace.
 
     Attributes:
         hit_tokens: Tokens that were read from the node.
@@ -181,7 +183,7 @@ class Engine:
         self._chunk_tokens, self._now_s, self.hit_tokens = chunk_tokens, 0.0, 0
 
     def at(self, now_s: float) -> None:
-        """Set the clock of the chunk table: to this time, or to the next tick. Other clocks are the machine's."""
+        """Set the chunk table's clock to this time, but at least one tick later than before. Other clocks run on."""
         self._now_s = max(self._now_s + 1 / TICKS_PER_S, now_s)
         for table in self._tables:
             table.made_at_s = time.monotonic() - self._now_s
@@ -210,7 +212,7 @@ def names_of(call: Call) -> list[bytes]:
 
 
 def events_of(calls: Sequence[Call]) -> Iterator[tuple[float, int, bool]]:
-    """Return the arrivals and ends of all calls in order of time: (seconds, place of the call, whether it arrives)."""
+    """Yield the arrivals and ends of all calls in order of time: (seconds, place of the call, whether it arrives)."""
     running: list[tuple[float, int]] = []
     for place, call in enumerate(calls):
         while running and running[0][0] <= call.at_s:
@@ -265,7 +267,7 @@ def run_case(case: Case) -> float:
 
 
 def report(ratios: dict[Case, float], policy: str, modes: Sequence[str]) -> None:
-    """Print a policy's means over the parts, and all parts in which hints lower the ratio."""
+    """Print a policy's hit ratios and their means over the parts, and each case in which hints lower the ratio."""
     print(f"\n{policy}: tokens hit, in %; mean of {PARTS} parts, and the parts\n| arena | {' | '.join(modes)} |")
     print("|---" * (1 + len(modes)) + "|")
     for share in SHARES:

@@ -2,13 +2,13 @@
 
 Run by hand, as root: `python -m benchmarks.load_or_compute`
 
-SmolLM2 runs on CPU with one thread. The prefixes lie on a raykv node in a network namespace of its own, and traffic
-control limits the rate of the link to it. For each rate, length of the prompts and number of requests at once, the
-output has the mean time to the first token under four rules: compute always; load always; the published fixed rule (at
-least 1 024 tokens, at most 8 loads at once); and raykv's estimate.
+SmolLM2 runs on CPU with one thread. A raykv node stores the prefixes. It runs in its own network namespace, and traffic
+control limits the rate of the link to it. The output has a line for each rate, length of the prompts, and number of
+concurrent requests. The line gives the time to the first token under four rules: compute always; load always; the
+published fixed rule (load at least 1 024 tokens, with at most 8 loads at once); and raykv's estimate.
 
-The rules take turns, so that changes of the machine's speed concern all of them. raykv's rule learns the rate of the
-link from its own rounds only. After each change of the rate it has as many rounds as it needs to probe the link.
+The rules take turns, so that changes of the machine's speed affect all of them. raykv's rule learns the rate of the
+link from its own rounds only. After each change of the rate, it first gets enough rounds to probe the link.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def run(*command: str) -> None:
 
 
 class Link:
-    """A network namespace, and a pair of devices that connects it with this one."""
+    """A network namespace, and a pair of devices that connects it with the namespace of this process."""
 
     def __init__(self) -> None:
         number = os.getpid() % 1000
@@ -107,7 +107,7 @@ class Link:
         return self
 
     def limit(self, mbit_per_s: int) -> None:
-        """Limit what flows out of the namespace."""
+        """Limit the rate of data that leaves the namespace."""
         shape = ["rate", f"{mbit_per_s}mbit", "burst", f"{max(64, mbit_per_s // 8)}kb", "latency", "50ms"]
         run("tc", "-n", self.space, "qdisc", "replace", "dev", self._far, "root", "tbf", *shape)
 
@@ -117,7 +117,7 @@ class Link:
 
 @contextmanager
 def remote_node(link: Link, secret: str) -> Iterator[str]:
-    """Run a node behind the link. Yields its address."""
+    """Run a node in the namespace of the link. Yields the node's address."""
     home = Path(tempfile.mkdtemp(prefix="rkb-", dir="/dev/shm"))
     storage = {"arena_nbytes": "2 GiB", "shm_dir": str(home)}
     fields = {"node_id": "n", "cluster": "far", "bind": f"{link.address}:0", "host": "far", "storage": storage}
@@ -171,7 +171,7 @@ class Measured:
         self._engine, self._rng, self._number = engine, random.Random(1), 0
 
     def round(self, prefixes: list[list[int]]) -> float:
-        """Send a question after each prefix, all at once, to an engine with an empty cache. Returns the mean time."""
+        """Empty the engine's cache, and send one request for each prefix, all at once. Returns their mean seconds."""
         llm = self._engine.llm_engine
         self._wait_for_saves()
         assert llm.reset_prefix_cache()
@@ -188,7 +188,7 @@ class Measured:
         return statistics.mean(times)
 
     def learn(self, prefixes: list[list[int]]) -> None:
-        """Send rounds under raykv's rule until a path that was too slow is probed again, and one more."""
+        """Run rounds under raykv's rule until it has probed a path that was too slow, and two more."""
         until_s = time.monotonic() + costs.PROBE_S
         with rule_of("raykv"):
             while time.monotonic() < until_s:
@@ -197,7 +197,7 @@ class Measured:
                 self.round(prefixes)
 
     def compare(self, prefixes: list[list[int]], rounds: int) -> dict[str, float]:
-        """Return the median time of the rounds under each rule."""
+        """Return for each rule the median seconds of its rounds."""
         times: dict[str, list[float]] = {name: [] for name in RULES}
         for _ in range(rounds):
             for name, measured in times.items():

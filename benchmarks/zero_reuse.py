@@ -2,8 +2,8 @@
 
 Run by hand: `python -m benchmarks.zero_reuse`
 
-Two engines with SmolLM2 run in processes of their own. One has the connector and a raykv node, one has not. They
-prefill new prompts in turn, so that a change of the machine's speed affects both. In each round, the time with the
+Two engines with SmolLM2 run in separate processes. Only one has the connector and a raykv node. The engines prefill new
+prompts in turn, so that a change of the machine's speed affects both. In each round, the time with the
 connector is divided by the time without it. The output is the median and the quartiles of these ratios.
 """
 
@@ -27,7 +27,7 @@ BAR: Final = 1.01
 
 
 def serve(address: str, options: argparse.Namespace) -> None:
-    """Prefill `options.prompts` prompts for each line of standard input, and print the seconds that this took."""
+    """Prefill `options.prompts` prompts for each line of standard input, and print how many seconds they took."""
     engine = make_engine(ensure_model(), address, options)
     rng = random.Random()
     params = SamplingParams(max_tokens=1, detokenize=False)
@@ -47,7 +47,7 @@ class Engine:
         self._process = process
 
     def wait_for(self, word: str) -> str:
-        """Read output until a line begins with `word`. Returns the rest of this line. Other lines are logs of vLLM."""
+        """Skip vLLM's log lines until a line of output begins with `word`. Returns the rest of this line."""
         assert self._process.stdout is not None
         while line := self._process.stdout.readline():
             if line.startswith(word):
@@ -55,7 +55,7 @@ class Engine:
         raise RuntimeError("the engine has ended")
 
     def turn(self) -> float:
-        """Return the seconds of one turn."""
+        """Run one turn. Returns its seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
@@ -64,7 +64,7 @@ class Engine:
 
 @contextmanager
 def started(address: str, arguments: list[str]) -> Iterator[Engine]:
-    """Run an engine while the context lasts. With an empty address, the engine has no connector."""
+    """Run an engine during the `with` block. If the address is empty, the engine has no connector."""
     command = [sys.executable, "-m", "benchmarks.zero_reuse", "--serve", f"={address}", *arguments]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, preexec_fn=die_with_parent)

@@ -1,4 +1,4 @@
-"""The ingress in front of workers that die: what the client gets."""
+"""What a client gets from the ingress when workers die."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ Attempt = list[Any]
 
 
 class Workers:
-    """A deployment handle with scripted answers. Each attempt is a list of responses; an exception ends it."""
+    """A deployment handle with scripted answers. Each attempt is a list of responses; an exception in it is raised."""
 
     def __init__(self, *attempts: Attempt) -> None:
         self.attempts = list(attempts)

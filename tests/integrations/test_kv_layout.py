@@ -1,4 +1,4 @@
-"""The bytes of a block, compared with torch's own indexing for every order of the axes. Needs no engine."""
+"""Compares the bytes of a block with torch's own indexing for every order of the axes. Needs no engine."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ from raykv.integrations.kv_layout import DeviceLayout, Layout, layout_of, part_o
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 2, 4, 10
 AXES = "LBHNC"
 ORDERS = ["".join(order) + "C" for order in itertools.permutations(AXES[:4])]
-"""Orders of layers, blocks, heads and tokens in memory, among them vLLM's. In all, the content is the last axis."""
+"""Orders of layers, blocks, heads and tokens in memory, including vLLM's. The content is always the last axis."""
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 2
 
 
@@ -87,7 +87,7 @@ def test_it_is_imported_without_torch_and_without_an_engine():
 
 
 def cut(layers: dict[str, torch.Tensor], order: str, number: int, parts: int) -> dict[str, torch.Tensor]:
-    """Make the cache of a worker that has only one of several equal parts of the heads, in the same order."""
+    """Make the cache of a worker that has only one of several equal parts of the heads, with axes in `order`."""
     blocks, heads, tokens, content = next(iter(layers.values())).shape
     shape, few = dict(zip(AXES, (len(layers), blocks, heads // parts, tokens, content), strict=True)), heads // parts
     empty = torch.zeros([shape[axis] for axis in order], dtype=torch.bfloat16)
@@ -111,7 +111,7 @@ def random_caches(order: str, rng: random.Random) -> tuple[dict[str, torch.Tenso
 @pytest.mark.parametrize("kind", ["cpu", "device"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_part_of_the_heads_is_what_a_worker_with_these_heads_has(order: str, kind: str):
-    """Byte for byte, in both directions, with an equal description: so engines of both sizes share chunks."""
+    """Both have equal descriptions and read and write equal bytes. So engines of both sizes share chunks."""
     seed = random.randrange(1 << 30)
     rng, make = random.Random(seed), Layout if kind == "cpu" else DeviceLayout
     for _ in range(4):

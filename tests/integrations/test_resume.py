@@ -1,4 +1,4 @@
-"""Streams that stop anywhere, joined to the repeated answer: the client sees one whole answer."""
+"""A stream stops anywhere, and the repeated answer continues it: the client sees one whole answer."""
 
 import pytest
 

@@ -36,7 +36,7 @@ def test_a_load_waits_for_those_before_it():
     while costs.is_load_sooner("n", 46_080_000, 1000, queued_tokens=0, now_s=10.0) and begun < 100:
         costs.begin_load(str(begun), "n", 46_080_000, 10.0)
         begun += 1
-    # They end after 0.46, 0.92, 1.38 s, and a computation after 1 s. It would delay the first two by 0.54 and 0.08 s.
+    # The loads end after 0.46, 0.92 and 1.38 s. A computation ends after 1 s, and delays two loads by 0.54 and 0.08 s.
     assert begun == 3
     assert costs.is_load_sooner("another holder", 23_040_000, 1000, queued_tokens=0, now_s=10.0)
 

@@ -1,4 +1,4 @@
-"""Weight epochs: after a change of the weights, no KV of other weights is reused, and no engine shares by mistake."""
+"""Weight epochs: after a change of the weights, no engine reuses KV of other weights."""
 
 import time
 from collections.abc import Iterator
@@ -28,19 +28,19 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_full_collections")]
 PROMPTS = [prompt(0, 300), prompt(1, 150)]
 FULL = sum((len(one) - 1) // BLOCK * BLOCK for one in PROMPTS)
 WARM_UP = [prompt(9, 5)]
-"""The scheduler's side hears a statement with the output of a step. This prompt makes a step, and fills no block."""
+"""A prompt that causes a step and fills no block. Statements reach the scheduler's side with the output of a step."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two revisions of one model."""
+    """Return two revisions of one model."""
     folder = tmp_path_factory.mktemp("models")
     return [write_model(folder / str(seed) / "toy", seed=seed) for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def answers(models: list[Path]) -> list[list[list[int]]]:
-    """The answers of each revision without a cache."""
+    """Return the answers of each revision without a cache."""
     found = []
     for model in models:
         with Engine(model, None) as engine:
@@ -56,7 +56,7 @@ def cluster() -> Iterator[raykv.EmbeddedCluster]:
 
 
 class Own(Engine):
-    """An engine beside others in one process, where vLLM has one place for the worker's connector."""
+    """One of several engines in this process. vLLM has only one place for a worker's connector in each process."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
@@ -64,7 +64,7 @@ class Own(Engine):
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
 
     def use(self) -> Engine:
-        """Let this engine be the one that runs."""
+        """Put this engine's connector in that place. Call this before the engine runs."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self._agent
         return self
 
@@ -101,11 +101,11 @@ def test_engines_share_only_kv_of_the_weights_that_they_have(
         assert second.answer(PROMPTS) == answers[1]
         assert second.reused_tokens() == 0
         cluster.settle()
-        first.use().llm.reset_prefix_cache()  # of the engine only: it still finds the KV of its own weights
+        first.use().llm.reset_prefix_cache()  # only its own cache: raykv still has the KV of its weights
         assert first.answer(PROMPTS) == answers[0]
         assert first.reused_tokens() == FULL
 
-        update(first, models[1])  # the same weights, but nobody has said so
+        update(first, models[1])  # the same weights, but without a statement
         assert first.answer(PROMPTS) == answers[1]
         assert first.reused_tokens() == 0
         assert private_chunks(cluster) > 0
@@ -203,7 +203,7 @@ def test_a_statement_needs_the_connector():
 
 
 class Client:
-    """Refuses to drop until `up`."""
+    """A client whose node does not answer until `up` is set."""
 
     def __init__(self, revision: str) -> None:
         self.namespace, self.router = Namespace(model="m", revision=revision), SimpleNamespace(writer=None)

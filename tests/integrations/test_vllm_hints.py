@@ -1,4 +1,4 @@
-"""Hints of requests: hostile ones are ignored, valid ones change what nodes evict, and agents hit more with them."""
+"""Hints of requests: hostile hints are ignored, valid ones change what nodes evict, and agents get more hits."""
 
 import logging
 import random
@@ -150,7 +150,7 @@ def test_hints_can_be_switched_off():
 
 
 def turn(prompt: str = "", generated: str = "") -> Turn:
-    """Make a turn. Each letter is one hash, that of the text up to it."""
+    """Make a turn. Each letter has one hash: the text up to and including the letter."""
     text = prompt + generated
     hashes = [text[: end + 1].encode() for end in range(len(text))]
     return Turn(hashes[: len(prompt)], hashes[len(prompt) :])
@@ -185,7 +185,7 @@ def test_sessions_are_bounded():
     ("prompt", "generated", "superseded"),
     [
         ("systemQ1answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # the template dropped the reasoning
-        ("systemQ*answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # and changed the end of the prompt
+        ("systemQ*answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # it also changed the end of the prompt
         ("systemQ1<thi>answer1Q2", "more", []),  # the next turn reads the reasoning
         ("systemQ1", "other", []),  # another answer to the same prompt: both may be continued
         ("systemX1answer1Q2", "more", []),  # another conversation of the session
@@ -242,7 +242,7 @@ SLOTS = 64
 
 @pytest.fixture
 def agents(model: Path) -> Iterator[Callable[[], Agent]]:
-    """Makes agents with an engine, and a node that has place for 64 chunks, of their own."""
+    """Return a function that makes an agent with its own engine and its own node, which has room for 64 chunks."""
     made: list[Agent] = []
     with ExitStack() as stack:
 
@@ -263,7 +263,7 @@ def prompt_of(seed: object, tokens: int = 8 * toy.BLOCK_TOKENS) -> list[int]:
 
 
 def fill(agent: Agent) -> None:
-    """Store other chunks until memory has been used up twice."""
+    """Store other chunks, enough to fill the node's memory twice."""
     for number in range(2 * SLOTS // 8):
         agent.run(prompt_of(f"filler {number}"))
 
@@ -355,7 +355,7 @@ def test_wrong_hints_are_counted_and_logged_rarely(agents: Callable[[], Agent], 
     agent.side._stats.count = lambda metric, amount=1, *labels: (
         stats.update({f"{metric} {labels}": amount}) if metric == "hints" else count(metric, amount, *labels)
     )
-    logging.getLogger("vllm").addHandler(caplog.handler)  # vLLM's loggers hand nothing to the root
+    logging.getLogger("vllm").addHandler(caplog.handler)  # vLLM's loggers do not propagate to the root
     for _ in range(3):
         agent.run(prompt_of("wrong"), ttl_s=-1.0)
     logging.getLogger("vllm").removeHandler(caplog.handler)
@@ -381,9 +381,9 @@ def test_a_prefill_engine_hands_hints_to_the_decode_engine(agents: Callable[[], 
 
 
 def turns(seed: object) -> Iterator[tuple[str, list[int], bool]]:
-    """Draw the requests of 40 agents: (session, prompt, whether it is the last one), 12 agents at a time.
+    """Yield the requests of 40 agents in random order: (session, prompt, whether it is the session's last request).
 
-    All agents share a system prompt. Each turn adds to the prompt. Agents pause between turns for any time.
+    At most 12 agents run at a time. All share a system prompt. Each request of an agent adds to its prompt.
     """
     rng = random.Random(f"{seed}")
     system, waiting = prompt_of("system", 16), [f"{seed} {number}" for number in range(40)]
@@ -401,7 +401,7 @@ def turns(seed: object) -> Iterator[tuple[str, list[int], bool]]:
 
 @pytest.mark.parametrize("number", range(3))
 def test_agents_hit_more_with_hints(agents: Callable[[], Agent], seed: int, number: int):
-    """The same requests, with the ends of sessions as hints and without, on nodes that are too small for all."""
+    """Run the same requests with and without `session_end`, on nodes that are too small for all chunks."""
     loaded, asked = {True: 0, False: 0}, 0
     for hinted in (False, True):
         agent = agents()

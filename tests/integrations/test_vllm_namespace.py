@@ -51,7 +51,7 @@ def write_model(folder: Path, *, seed: int = 0, tensors: int = 4, name: str = "m
 
 
 def engine(model: Path | str, **changes: Any) -> Any:
-    """The parts of a VllmConfig that the namespace reads. `changes` name fields as "part__field"."""
+    """Make the parts of a VllmConfig that the namespace reads. `changes` name fields as "part__field"."""
     parts = {
         "model_config": {
             "model": str(model),
@@ -87,7 +87,7 @@ def engine(model: Path | str, **changes: Any) -> Any:
 
 
 def media(**fields: Any) -> Any:
-    """A multimodal configuration."""
+    """Make a multimodal configuration."""
     return SimpleNamespace(**{"mm_processor_cache_gb": 4, "mm_processor_kwargs": None, **fields})
 
 
@@ -230,7 +230,7 @@ def test_what_leaves_the_bytes_as_they_are_does_not_count(model: Path, fields: d
 
 
 def test_conditions_and_scopes_never_share_a_key(model: Path, tmp_path: Path):
-    """Every pair of them differs, not only each from the plain one."""
+    """All pairs differ. It is not enough that each differs from the plain one."""
     plain = namespace(engine(model))
     adapter = write_model(tmp_path / "adapter", name="adapter_model.safetensors")
     scopes = [Scopes().of(each) for each in (request(), request(salt="x"), request(lora=("x", adapter)))]
@@ -412,7 +412,7 @@ def test_a_cache_of_known_groups_is_accepted(specs: list[Any]):
 
 
 def test_ranks_with_the_same_bytes_share_a_namespace_of_a_smaller_engine(model: Path):
-    """For example latents (MLA) with two tensor ranks: what an engine with one rank stores."""
+    """For example, two tensor ranks with latents (MLA) store the same as an engine with one rank."""
     both = engine(model, parallel_config__tensor_parallel_size=2)
     assert namespace(both, tensor_ranks=1).digest == namespace(engine(model)).digest
     assert namespace(both).differences(namespace(engine(model))) == ["tp_size"]
@@ -425,7 +425,7 @@ def latents(**fields: Any) -> Any:
 def ranks_of(
     size: int, store_tp_size: int | None, *specs: Any, replicas: int = 1, draft_size: int | None = None
 ) -> Any:
-    """The ranks under which an engine of this tensor parallel size stores its KV."""
+    """Return the ranks under which an engine of this tensor parallel size stores its KV."""
     made, layers = engine("any", parallel_config__tensor_parallel_size=size), cache(list(specs))
     layers.kv_tp_replicas = replicas
     if draft_size:
@@ -436,7 +436,7 @@ def ranks_of(
 
 
 def test_engines_of_other_sizes_store_under_the_same_ranks():
-    """8 KV heads: an engine with 1, 2 or 4 ranks stores as one with 4."""
+    """With 8 KV heads, an engine with 1, 2 or 4 ranks stores as an engine with 4 ranks does."""
     for size in (1, 2, 4):
         ranks = ranks_of(size, 4, attention(num_kv_heads=8 // size), window_of(8 // size), draft_size=size)
         assert ranks.count == 4
@@ -529,7 +529,7 @@ def test_a_drafter_with_kv_is_part_of_the_namespace(model: Path, tmp_path: Path)
     assert namespace(drafting(first, tokens=3)).differences(namespace(engine(model))) == ["revision", "extra"]
     assert namespace(drafting(first, tokens=0)).digest == namespace(engine(model)).digest
     stated = [namespace(drafting(each, tokens=3), config=ConnectorConfig(revision="7")) for each in (first, second)]
-    assert {each.revision for each in stated} == {"stated:7"}  # it stands for both models
+    assert {each.revision for each in stated} == {"stated:7"}  # one revision for both models
 
 
 def test_an_unknown_field_is_refused_by_name():

@@ -1,4 +1,4 @@
-"""Two tensor ranks on one host: each in a process of its own, with the vLLM engine's scheduler in this process."""
+"""Two tensor ranks on one host, each in its own process. The scheduler of the vLLM engine runs in this process."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 @pytest.fixture(autouse=True)
 def no_file_of_vllm_stays() -> Iterator[None]:
-    """VLLM leaves the shared memory through which its ranks exchange tensors."""
+    """Remove the shared memory through which ranks exchange tensors, because vLLM does not remove it."""
     folder = Path("/dev/shm")
     before = set(folder.glob("vllm_dist_*"))
     yield
@@ -49,7 +49,7 @@ def test_engines_with_one_and_two_ranks_share_what_they_store(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """First two ranks store, then one rank loads and stores under two ranks, then two ranks load."""
-    monkeypatch.setattr("raykv.integrations.vllm.lookups.HAND_OFF_WAIT_S", 5.0)  # patient, on a busy machine
+    monkeypatch.setattr("raykv.integrations.vllm.lookups.HAND_OFF_WAIT_S", 5.0)  # long, for a busy machine
     model, first, second = write(tmp_path / "toy"), prompt(1, TOKENS), prompt(2, TOKENS)
     size = arguments.get("block_size", BLOCK)
     tokens = TOKENS // size * size
@@ -71,7 +71,7 @@ def test_engines_with_one_and_two_ranks_share_what_they_store(
             take = events_of(engine)
             loaded = engine.answer([first])
             assert engine.counted("reused_tokens") == tokens
-            if copies > 1:  # with bfloat16, one rank and two may answer differently
+            if copies > 1:  # not with bfloat16: one rank and two may answer differently
                 assert loaded == engine.answer([first], salt="computed")
             take()
             engine.answer([second], count=1, params={"do_remote_decode": True})
@@ -92,7 +92,7 @@ def test_engines_with_one_and_two_ranks_share_what_they_store(
 
 
 def events_of(engine: Engine) -> Callable[[], list[int]]:
-    """Return a function that returns the tokens of raykv's events since its last call, when all are out."""
+    """Return a function that waits for all KV events of raykv since its last call, and returns their tokens."""
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     batches: list[KVEventBatch] = []
     scheduler.kv_event_publisher.publish = batches.append

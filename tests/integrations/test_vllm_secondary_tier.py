@@ -1,4 +1,4 @@
-"""raykv as a secondary tier of vLLM's offloading: vLLM's own connector, manager and host memory over a real cluster.
+"""raykv as a secondary tier of vLLM's offloading: vLLM's own connector, manager and host memory use a real cluster.
 
 Only the copies between the GPU and host memory are missing: a test fills the rows of vLLM's host memory itself.
 """
@@ -44,17 +44,17 @@ pytestmark = pytest.mark.vllm
 
 BLOCK_TOKENS, BLOCKS, LAYERS = 16, 16, 2
 ROWS = 8
-"""The chunks that fit into vLLM's host memory."""
+"""Number of chunks that fit into vLLM's host memory."""
 ROW_NBYTES = 8192
 WAIT_S = 20.0
 LONGEST_S = 0.1
-"""No call of vLLM's manager may take this long. A call that waited for a node would take a timeout: 0.5 s or more."""
+"""No call of vLLM's manager may take this long. A call that waits for a node takes a whole timeout: 0.5 s or more."""
 NO_STEP = ScheduleEndContext((), ())
 DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
 def documented(address: str, **tier: Any) -> dict[str, Any]:
-    """The configuration in docs/vllm.md, with a small host memory, this address, and these fields of the tier."""
+    """Return the configuration in docs/vllm.md with a small host memory, this address, and these fields of the tier."""
     (text,) = [each for each in re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL) if "RayKVTier" in each]
     fields = json.loads(text)
     extra = fields["kv_connector_extra_config"]
@@ -65,7 +65,7 @@ def documented(address: str, **tier: Any) -> dict[str, Any]:
 
 
 def cache() -> KVCacheConfig:
-    """A group of full attention, and one with a sliding window."""
+    """Make a KV cache with a group of full attention and a group with a sliding window."""
     shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     specs = [FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=32)]
     page = specs[0].page_size_bytes
@@ -106,7 +106,7 @@ def content(key: bytes) -> bytes:
 
 
 def unlink_memory(manager: TieringOffloadingManager) -> None:
-    """Remove the name of vLLM's host memory in /dev/shm. VLLM does so at shutdown, so a killed test would leave it."""
+    """Unlink the file of vLLM's host memory in /dev/shm now, so that it does not remain if the test is killed."""
     region = manager.primary_tier._mmap_region
     Path(region.mmap_path).unlink()
     region._creator = False
@@ -129,7 +129,7 @@ class Engine:
         self.request = self.new_request()
 
     def new_request(self) -> ReqContext:
-        """Begin a request. The chunks of later calls are its."""
+        """Begin a request, to which the chunks of later calls belong."""
         self.request = ReqContext(f"request-{next(self._names)}")
         self.manager.on_new_request(self.request)
         return self.request
@@ -145,7 +145,7 @@ class Engine:
         time.sleep(0.001)
 
     def finish(self) -> None:
-        """Step until no chunk is on its way, and end the request."""
+        """Step until all transfers have ended, and end the request."""
         until_s = time.monotonic() + WAIT_S
         while self.manager.has_pending_work():
             assert time.monotonic() < until_s
@@ -154,7 +154,7 @@ class Engine:
         self.new_request()
 
     def offload(self, keys: list[bytes], *, tokens: int = BLOCK_TOKENS) -> None:
-        """Put chunks of one prompt into host memory, as if they came from the GPU. They go on to raykv."""
+        """Put chunks of one prompt into host memory, as if they came from the GPU. vLLM then stores them in raykv."""
         for number, key in enumerate(keys):
             self.request.set_offload_key_position(key, (number + 1) * tokens)
         prepared = self.call(self.manager.prepare_store, keys, self.request)
@@ -183,7 +183,7 @@ class Engine:
             self.step()
 
     def read(self, keys: list[bytes]) -> list[bool]:
-        """Load chunks. Returns for each whether it was found. The bytes must be right."""
+        """Load chunks, and check their bytes. Returns for each chunk whether it was found."""
         hits = [found is LookupResult.HIT for found in self.find(keys)]
         loaded = [key for key, hit in zip(keys, hits, strict=True) if hit]
         rows = self.manager.prepare_load(loaded, self.request).chunk_ids.tolist()
@@ -218,7 +218,7 @@ Start = Callable[..., Engine]
 
 @pytest.fixture
 def start(model: Path) -> Iterator[Start]:
-    """Starts an engine. Arguments: the node's address, and fields of the tier."""
+    """Return a function that starts an engine, with the node's address and fields of the tier as arguments."""
     started: list[Engine] = []
 
     def start(address: str, **tier: Any) -> Engine:
@@ -356,7 +356,7 @@ def test_after_a_reset_nothing_older_is_found_and_nothing_newer_is_shared(start:
     engine, other = start(cluster.address()), start(cluster.address())
     engine.store(keys_of(range(4)))
     engine.find(keys_of(range(20, 22)))
-    engine.offload(keys_of(range(4, 6)))  # on its way during the reset
+    engine.offload(keys_of(range(4, 6)))  # their transfer runs during the reset
     assert engine.connector.reset_cache() is not False
     engine.new_request()
     assert not any(engine.read(keys_of(range(6))))
@@ -368,7 +368,7 @@ def test_after_a_reset_nothing_older_is_found_and_nothing_newer_is_shared(start:
 
 
 def test_a_reset_waits_for_running_jobs_and_cancels_queued_ones(start: Start, cluster: raykv.EmbeddedCluster):
-    """VLLM gives the rows of all jobs to other chunks right after the reset."""
+    """Right after the reset, vLLM gives the rows of all jobs to other chunks."""
     engine = start(cluster.address())
     store, may_end = engine.tier._store, threading.Event()
     begun: list[int] = []
@@ -405,7 +405,7 @@ def test_an_engine_may_stop_while_chunks_are_on_their_way(start: Start, cluster:
 
 
 def test_a_prompt_is_stored_as_a_chain(start: Start, cluster: raykv.EmbeddedCluster):
-    """So that eviction takes its last chunks first. The chunks come in several jobs, groups mixed."""
+    """Eviction then takes the last chunks first. There are several jobs, each with chunks of two groups."""
     engine = start(cluster.address())
     for group in (0, 1):
         for number, key in enumerate(keys_of(range(4), group=group)):

@@ -1,7 +1,7 @@
-"""vLLM's real scheduler and OffloadingConnector with raykv as a secondary tier; the GPU and its copies are a toy.
+"""vLLM's real scheduler and OffloadingConnector with raykv as a secondary tier. Only the GPU is a toy.
 
-A block of the toy GPU holds a hash of all tokens up to the block's end. Before a step computes anything, the blocks
-that it attends to are compared with what they must hold.
+A block of the toy GPU holds a hash of all tokens up to the block's end. Before a step computes anything, the test
+checks the contents of the blocks that the step reads.
 """
 
 import hashlib

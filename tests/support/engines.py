@@ -1,6 +1,6 @@
 """Real vLLM engines in this process, and small models for them.
 
-The weights of the models are drawn wide enough that a wrong key, value or state changes the answer.
+The random weights of the models are so large that a wrong key, value or state changes the answer.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 import transformers
 
-# One process, one thread (several threads would spin while they wait for each other), and no model hub.
+# Use one process, no model hub, and one thread. Several threads would spin while they wait for each other.
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
 torch.set_num_threads(1)
 
@@ -74,7 +74,7 @@ def write_model(folder: Path, *, seed: int) -> Path:
 
 
 def write_gemma(folder: Path) -> Path:
-    """A model with two layers of full attention and four with a sliding window of 64 tokens."""
+    """Write a model with two layers of full attention and four with a sliding window of 64 tokens."""
     layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     config = transformers.Gemma3TextConfig(
         vocab_size=VOCABULARY,
@@ -94,10 +94,10 @@ def write_gemma(folder: Path) -> Path:
 
 
 def write_mla(folder: Path) -> Path:
-    """A model like DeepSeek-V2: its layers store latents (MLA).
+    """Write a model like DeepSeek-V2: its layers store latents (MLA).
 
-    With wider weights the rounding of bfloat16 changes every answer: an engine without a cache then answers the same
-    prompts differently one by one and all at once.
+    Its weights are smaller than those of the other models. With larger weights, the rounding of bfloat16 would change
+    the answers: even without a cache, an engine would answer prompts one by one and all at once differently.
     """
     config = transformers.DeepseekV2Config(
         vocab_size=VOCABULARY,
@@ -124,7 +124,7 @@ def write_mla(folder: Path) -> Path:
 
 
 def write_next(folder: Path) -> Path:
-    """A model like Qwen3-Next: three layers with a recurrent state (gated delta net) and one with full attention."""
+    """Write a model like Qwen3-Next: three layers with a state (gated delta net), and one with full attention."""
     config = transformers.Qwen3NextConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -164,7 +164,7 @@ def greedy(count: int, **fields: Any) -> SamplingParams:
 
 
 def connectors() -> list[Any]:
-    """Return raykv's connectors of this process's workers."""
+    """Return the raykv connectors of the workers in this process."""
     if not has_kv_transfer_group():
         return []
     group = get_kv_transfer_group()
@@ -172,21 +172,21 @@ def connectors() -> list[Any]:
 
 
 def name_of(request: Any) -> str:
-    """Return the name under which a request was added. vLLM appends random characters."""
+    """Return the name under which a request was added. vLLM appends random characters to it."""
     name: str = request.request_id.rpartition("-")[0]
     return name
 
 
 class Aborted:
-    """Requests that are aborted as soon as each has reached the state that it is due in.
+    """Requests that are aborted while they run. Each has a state of `DUE`, and is aborted when it reaches this state.
 
     Attributes:
-        states: How many requests were aborted in which state.
+        states: Number of aborted requests for each state in which they were aborted.
     """
 
     DUE = ("loading", "decoding", "preempted", "prefilling")
     MOST_TOKENS = 60
-    """A request that does not reach its state is aborted at its end."""
+    """A request that does not reach its state is aborted after this many generated tokens."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._left = engine, {}
@@ -199,7 +199,7 @@ class Aborted:
         self._engine.add_request(name, {"prompt_token_ids": tokens}, greedy(self.MOST_TOKENS + 20))
 
     def abort_due(self) -> None:
-        """Abort the requests that are due. Call this after each step."""
+        """Abort the requests that have reached their state. Call this after each step."""
         requests = self._engine.engine_core.engine_core.scheduler.requests.values()
         for request in list(requests):
             name = name_of(request)
@@ -222,7 +222,7 @@ class Aborted:
 
 
 class Engine:
-    """One vLLM engine, stopped at the end of its `with` block. If `address` is None, it has no cache.
+    """One vLLM engine, stopped at the end of its `with` block. If `address` is None, it has no connector.
 
     Attributes:
         steps: Number of steps in `answer_among` so far.
@@ -239,7 +239,7 @@ class Engine:
         **arguments: Any,
     ) -> None:
         self.steps = 0
-        # A busy machine must skip nothing, and these models compute a prompt sooner than any load ends.
+        # Wait long, so that a busy machine skips nothing. Always load, because these models compute faster than loads.
         patient = {"lookup_timeout_s": 5.0, "store_timeout_s": 5.0, "load_policy": "always"}
         connector = {
             "kv_connector": "RayKVConnector",
@@ -288,10 +288,10 @@ class Engine:
     def answer_among(
         self, prompts: list[list[int]], aborted: list[list[int]], *, count: int = 8, logprobs: int = 1
     ) -> tuple[Counter[str], int]:
-        """Like `answer`, but with requests between these that are aborted: see `Aborted`.
+        """Like `answer`, but also send the requests of `aborted` among the others, and abort them: see `Aborted`.
 
         Returns:
-            How many requests were aborted in which state, and how many of the others were preempted.
+            (Number of aborted requests for each state, number of the requests of `prompts` that were preempted).
         """
         engine, ended, preempted = self.llm.llm_engine, {}, set()
         victims, requests = Aborted(engine), engine.engine_core.engine_core.scheduler.requests
@@ -327,14 +327,14 @@ class Engine:
         return not core.requests and not loads and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
     def logprobs(self) -> list[list[float]]:
-        """Log probabilities of the last answers' tokens. They are equal only if the KV was, bit for bit."""
+        """Return the log probabilities of the last answers' tokens. They are equal only if all bits of the KV are."""
         return [
             [step[token].logprob for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)]
             for one in self.outputs
         ]
 
     def counted(self, name: str, *labels: str) -> int:
-        """Value of one of the connector's Prometheus counters, summed over all labels that are not given."""
+        """Return the value of one of the connector's Prometheus counters, summed over all labels that are not given."""
         return sum(
             metric.value
             for metric in self.llm.get_metrics()
@@ -342,7 +342,7 @@ class Engine:
         )
 
     def reused_tokens(self) -> int:
-        """Prompt tokens that were not computed for the last answers, but loaded or found in the engine's own cache."""
+        """Return how many prompt tokens of the last answers were loaded, or found in the engine's own cache."""
         return sum(output.num_cached_tokens or 0 for output in self.outputs)
 
     def close(self) -> None:

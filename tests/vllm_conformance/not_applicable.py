@@ -1,4 +1,4 @@
-"""vLLM's tests that do not apply to RayKVConnector, each with the reason. The names lie below tests/v1/kv_connector."""
+"""vLLM's tests that do not apply to RayKVConnector, each with the reason. Paths begin at tests/v1/kv_connector."""
 
 OTHER = "it tests the inside of another connector"
 SERVERS = "it is run by scripts that start servers with GPUs"

@@ -1,4 +1,4 @@
-"""A pytest plugin that puts RayKVConnector in the place of vLLM's connectors, and reports what was run.
+"""A pytest plugin that replaces vLLM's connectors by RayKVConnector, and reports which tests were run.
 
 A test must pass, or the table of `not_applicable` must say why it does not apply. A skip for another reason is an
 error, and so is an entry of the table that fits no test.
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-if "tblib" not in sys.modules:  # vLLM's conftest carries exceptions out of processes of GPU tests with it
+if "tblib" not in sys.modules:  # vLLM's conftest imports it, but only GPU tests use it
     support: Any = ModuleType("tblib.pickling_support")
     support.install = lambda: None
     package: Any = ModuleType("tblib")
@@ -36,8 +36,8 @@ __all__ = ["raykv_node", "stand_ins"]  # fixtures
 FOLDER = "tests/v1/kv_connector/"
 UNIT = "tests.v1.kv_connector.unit"
 REPLACED = ("NixlConnector", "SimpleCPUOffloadConnector", "OffloadingConnector", "MockHMAConnector")
-"""Names of connectors that vLLM's factory maps to RayKVConnector. Only connectors for hybrid models are replaced: some
-tests need one that does not support them."""
+"""Names of connectors that vLLM's factory replaces by RayKVConnector. All of them support hybrid models. The others are
+not replaced, because some tests need a connector without this support."""
 MODEL = "facebook/opt-125m"
 MODEL_CONFIG = {
     "architectures": ["OPTForCausalLM"],
@@ -51,9 +51,9 @@ MODEL_CONFIG = {
 }
 
 files: dict[str, str] = {}
-"""Files that are not collected, with the reason."""
+"""Maps each file that is not collected to the reason."""
 fitting: set[str] = set()
-"""Entries of the table that fit a file or a test."""
+"""Entries of `NOT_APPLICABLE` that fit a file or a test."""
 outcomes: Counter[str] = Counter()
 failed: set[str] = set()
 skipped: set[str] = set()
@@ -93,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def local_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The configuration of the model that most tests name. Tests of schedulers read nothing else of it."""
+    """Make a folder with the configuration of the model that most tests name. Scheduler tests read no other file."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
     return str(folder)
@@ -107,7 +107,7 @@ def raykv_in_place(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> Iterator[None]:
-    """Replace connectors by name, mock connectors, and what tests name that is not on this machine."""
+    """Replace connectors, mock connectors, and the model that is not on this machine."""
     monkeypatch.chdir(tmp_path)
     used: list[type] = []
     for name in REPLACED:
@@ -116,7 +116,7 @@ def raykv_in_place(
     original, core = utils.create_vllm_config, importlib.import_module("tests.v1.core.utils")
 
     def create_vllm_config(*arguments: Any, **options: Any) -> Any:
-        """Give the model as a local folder, and the failure policy that RayKVConnector needs."""
+        """Set the local folder of the model, and the failure policy that RayKVConnector needs."""
         if not arguments and options.get("model", MODEL) == MODEL:
             options["model"] = local_model
         for child in (options.get("kv_connector_extra_config") or {}).get("connectors", ()):

@@ -1,6 +1,6 @@
 """Fetches the tests of the installed vLLM, and runs those of KV connectors: `python -m tests.vllm_conformance.run`.
 
-The tests lie in vLLM's source package. They are unpacked into `.cache/vllm-tests/VERSION`, and never built or changed.
+vLLM's source package contains the tests. They are unpacked into `.cache/vllm-tests/VERSION`, but not built or changed.
 """
 
 import os
@@ -19,8 +19,8 @@ FOLDER = "tests/v1/kv_connector"
 def fetch(version: str) -> Path:
     """Return the folder that contains vLLM's `tests`. Download the source package once.
 
-    pip unpacks a source package before it looks at the build requirements, some of which are missing here on purpose.
-    So pip ends with an error, no code of the package runs, and its files remain because of `--no-clean`.
+    pip unpacks a source package before it checks the build requirements. Some of these are missing on purpose, so pip
+    ends with an error before any code of the package runs. The unpacked files remain because of `--no-clean`.
 
     Raises:
         SystemExit: The package could not be downloaded, or contains no tests. The message is pip's.

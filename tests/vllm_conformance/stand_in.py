@@ -1,4 +1,4 @@
-"""RayKVConnector in the place of the connectors and mocks of vLLM's tests."""
+"""Classes that put RayKVConnector in place of the connectors and mocks of vLLM's tests."""
 
 import copy
 import dataclasses
@@ -25,7 +25,7 @@ LOOKUP = "get_num_new_matched_tokens"
 
 
 class StandIn(RayKVConnector):
-    """RayKVConnector with a node of its own, made from a configuration for another connector.
+    """RayKVConnector, made from a configuration for another connector, with a node for the tests.
 
     vLLM registers KV caches and passes the workers' handshake to the scheduler before the first request. Most tests
     leave this out, so a stand-in does both when it is made.
@@ -69,7 +69,7 @@ class StandIn(RayKVConnector):
         return handshake.namespace  # type: ignore[attr-defined]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Take the size of hashes from the scheduler. Tests leave it out of the configuration of the KV cache."""
+        """Take the hash block size from the scheduler, because the KV cache configuration of the tests lacks it."""
         self._groups.hash_tokens = kv_cache_manager.block_pool.hash_block_size
         super().bind_kv_cache_manager(kv_cache_manager)
 
@@ -79,17 +79,17 @@ class StandIn(RayKVConnector):
         super().bind_connector_metadata(connector_metadata if is_ours else StepOrders())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Where a test patches the lookup, store what the patch wants to be found, and look it up."""
+        """If a test patches the lookup, install a `MatchHook`. It stores what the patch reports as found."""
         super().__setattr__(name, MatchHook(self, value) if name == LOOKUP else value)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Look up chunks. Those that another engine has computed for this request are stored first."""
+        """Look up chunks. First store those that another engine would have computed for this request."""
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             self.store(request, num_computed_tokens, request.num_tokens)
         return self.look_up(request, num_computed_tokens)
 
     def look_up(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Ask until the lookup has ended. vLLM asks once a step, and most tests have no step to spare."""
+        """Ask until the lookup has ended. vLLM asks once in each step, but most tests expect the answer at once."""
         until_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < until_s:
             answer = super().get_num_new_matched_tokens(request, computed)
@@ -119,7 +119,7 @@ class StandIn(RayKVConnector):
 
 
 def _with_groups(config: KVCacheConfig, vllm_config: Any) -> KVCacheConfig:
-    """Tests that need no KV cache give none. The connector refuses such an engine, so it gets a small one."""
+    """Add a small group if the test gives none, because the connector refuses an engine without a KV cache."""
     if config.kv_cache_groups:
         return config
     block = vllm_config.cache_config.block_size
@@ -136,9 +136,9 @@ def _tensors(config: KVCacheConfig) -> dict[str, torch.Tensor]:
 
 
 class Hook:
-    """A hook that counts its calls. A test scripts it as it scripts a mock, but RayKVConnector answers.
+    """Replaces a mock of one of the connector's methods, and counts its calls.
 
-    The answer must be the scripted one.
+    The test sets the answer as on a mock. But RayKVConnector gives the answer, which must be equal to the test's.
     """
 
     def __init__(self, call: Any) -> None:
@@ -157,7 +157,7 @@ class Hook:
 
 
 class MatchHook(Hook):
-    """`get_num_new_matched_tokens`: stores the chunks that the script wants to be found, and looks them up."""
+    """`get_num_new_matched_tokens`: stores the chunks that the test's answer reports as found, and looks them up."""
 
     def __init__(self, connector: StandIn, script: Any = None) -> None:
         super().__init__(connector.look_up)
@@ -167,7 +167,7 @@ class MatchHook(Hook):
         if self._script is None:
             self._script = Mock(side_effect=self.side_effect)
         wanted, is_async = self._script(request, computed)
-        if wanted is None:  # the owners have not answered
+        if wanted is None:  # in this test, the lookup has not ended
             return None, False
         # A stored prefix ends at a whole chunk, and before the last token.
         size = self._connector._groups.each[0].chunk_tokens
@@ -206,7 +206,7 @@ def raykv_node() -> Iterator[str]:
 def stand_ins(
     raykv_node: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[StandIn]]:
-    """Let stand-ins be made. Yields those of this test, and closes them afterwards."""
+    """Prepare for stand-ins. Yields the list of those that the test makes, and closes them at the end."""
     alone = SimpleNamespace(rank_in_group=0)
     monkeypatch.setattr(connector_module, "get_tp_group", lambda: alone)
     monkeypatch.setattr(connector_module, "get_pp_group", lambda: alone)

@@ -1,8 +1,8 @@
 """Runs the cases of `test_mooncake_store_hma_e2e` through RayKVConnector.
 
-They save blocks of a hybrid model, delete some, and look prompts up. The classes here have the methods of Mooncake's
-that these tests use. RayKVConnector decides: which blocks are saved, under which names, which of them a hit needs, and
-how long the hit is.
+The cases save blocks of a hybrid model, delete some of them, and look up prompts. The classes in this file have those
+methods of Mooncake's classes that the cases use. RayKVConnector decides which blocks are saved, under which names,
+which blocks a hit needs, and how long the hit is.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class Names:
 
 
 class StoredKeys(MutableMapping[str, bytes]):
-    """In place of the data of `_DictStore`: what the node holds, among the keys that were saved."""
+    """In place of the data of `_DictStore`: the saved keys whose chunks the node still holds."""
 
     def __init__(self) -> None:
         self.names: dict[str, bytes] = {}
@@ -87,7 +87,7 @@ class StoredKeys(MutableMapping[str, bytes]):
         name = [self.names.pop(key)]
         self.client.delete(name)
         until_s = time.monotonic() + PATIENCE_S
-        while self.client.exists(name)[0]:  # the owner of a location forgets it a few milliseconds later
+        while self.client.exists(name)[0]:  # the entry of the location is removed later
             assert time.monotonic() < until_s, f"{key} is still found"
             time.sleep(0.001)
 
@@ -138,7 +138,7 @@ class Worker:
     def save(
         self, request: Any, tables: tuple[list[int], ...], states: list[tuple[int, int, int]], tokens: int
     ) -> list[Save]:
-        """Run one step that computes `tokens` tokens of a request and hands over `states`, and save what it orders."""
+        """Run one step that computes `tokens` tokens and hands over `states`. Make the saves that it orders."""
         places = dict(zip((group.index for group in self.groups.each), tables, strict=False))
         full = [places.get(index, []) for index in range(max(places) + 1)]
         for group in self.groups.each if tokens else ():
@@ -195,7 +195,7 @@ class Sender:
 
 
 class Receiver:
-    """In place of `KVCacheStoreRecvingThread`: the chunks that a load asks for if all are stored."""
+    """In place of `KVCacheStoreRecvingThread`: requests the chunks of a load as if all chunks were stored."""
 
     def __init__(self, *, store: Any, token_databases: list[Names], coord: Any, **_: Any) -> None:
         self.store, self.token_databases, self.groups = store, token_databases, coord.worker.groups
@@ -212,7 +212,7 @@ class Receiver:
 
 
 def replacements(make_config: Any, dict_store: type) -> dict[str, Any]:
-    """Return what to put in the place of names of `test_mooncake_store_hma_e2e`."""
+    """Return the replacements for names of `test_mooncake_store_hma_e2e`."""
 
     class Store(dict_store):
         def __init__(self) -> None:
