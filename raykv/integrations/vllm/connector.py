@@ -72,7 +72,7 @@ class _TimedHooks:
     _logged_s: dict[str, float]
 
     def _run(self, hook: str, nothing: ResultT, call: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        """Make one timed call for a hook. Return `nothing` on a `RayKVError`: a cache never fails a request."""
+        """Make one timed call for a hook. Return `nothing` on a `RayKVError`, so that no request fails."""
         start_s = time.perf_counter()
         try:
             return call(*arguments)
@@ -93,10 +93,10 @@ class _TimedHooks:
 class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
     """Stores the KV that this engine computes, and loads the KV that any engine has stored.
 
-    vLLM makes one connector for its scheduler and one for each worker. On each it calls only the hooks of its role.
+    vLLM makes one connector for its scheduler and one for each worker. It calls only the hooks of the connector's role.
 
     Attributes:
-        scheduler_side: Set in the scheduler's role only, when vLLM has the namespaces of all workers.
+        scheduler_side: Set in the scheduler's role only, once vLLM has the handshakes of all workers.
         worker_side: Set in a worker's role only, by `register_kv_caches`.
     """
 
@@ -123,8 +123,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
     def requires_kv_delivery(self) -> bool:
         """Return False: vLLM keeps the output of the running step when it preempts a request.
 
-        With True it would drop this output and compute it again, to protect the hand-off. Here a lost save only causes
-        a later miss.
+        With True, vLLM would drop this output and compute it again, to protect the hand-off. With raykv, a lost save
+        only causes a later miss.
         """
         return False
 
@@ -199,7 +199,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         return False
 
     def reset_cache(self) -> bool:
-        """Begin a private epoch: see `epochs`. Return True: this engine never again loads what was stored before."""
+        """Begin a private epoch: see `epochs`. Always returns True, because old chunks are not loaded any more."""
         self.scheduler_side.reset()
         return True
 
@@ -268,7 +268,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         return self._worker_namespaces
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Wait for saves whose blocks are reused. Request slots for the saves of this step, and start its loads.
+        """Wait for saves of blocks that this step may overwrite. Request slots for its saves, and start its loads.
 
         vLLM calls this hook first in a step, before any computation.
         """
@@ -347,7 +347,7 @@ def _connect_writer(config: ConnectorConfig, ranks: Sequence[RankCache]) -> rayk
 
 
 def state_revision(worker: Any, revision: str) -> None:
-    """Say which revision the weights have since the last reset, for example `llm.collective_rpc(state_revision, ...)`.
+    """State the revision of the weights since the last reset. Example: `llm.collective_rpc(state_revision, ...)`.
 
     From one of the next steps on, the engine shares chunks with all engines that have stated this revision, at run time
     or as `revision` in kv_connector_extra_config. Without a reset before it, the call has no effect.

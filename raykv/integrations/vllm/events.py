@@ -3,7 +3,7 @@
 Used only if vLLM publishes KV events.
 
 The scheduler's side makes the event of each save that it orders. After the save, every rank reports which chunks it has
-stored. When all ranks have reported, the event goes out, for the chunks that all ranks have stored.
+stored. When all ranks have reported, the event is published. It names only the chunks that all ranks have stored.
 
 `removals` finds out which of the published chunks are gone.
 """
@@ -52,7 +52,7 @@ Stored: TypeAlias = dict[int, list[frozenset[int]]]
 
 
 class _Put(NamedTuple):
-    """Consecutive chunks that were given to the client. `is_stored`: the node has confirmed that it holds all."""
+    """Consecutive chunks that were given to the client. `is_stored`: the node has confirmed all of them."""
 
     keys: KeyArray
     depth: int
@@ -62,7 +62,8 @@ class _Put(NamedTuple):
 class Reporter:
     """Finds out which chunks of each save one worker has stored.
 
-    `add` and `settle` are called by the thread that saves, the other methods by the engine's thread.
+    The thread that saves calls `add` and `settle`. Both this thread and the engine's thread call `skip`. The engine's
+    thread calls the other methods.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,8 @@ class Reporter:
 
         Args:
             saves: The saves that have just ended.
-            is_answered: Whether the node has answered for all chunks so far. What it then has is in this host's memory.
+            is_answered: Whether the node has answered for all chunks so far. If so, a lookup in this host's memory
+                shows which chunks it has stored.
         """
         for save in saves:
             self._puts.setdefault(save.number, [])
@@ -124,11 +126,11 @@ class StoredEvents:
     """Makes the events, for the scheduler's side.
 
     Attributes:
-        removals: The chunks that were named in events.
+        removals: Remembers the chunks that were named in events, and finds those that are gone.
     """
 
     def __init__(self, config: "KVCacheConfig", groups: Groups, removals: Removals, *, ranks: int) -> None:
-        """Use `ranks`, the number of workers that report each save."""
+        """Start without events. `ranks`: how many ranks report each save."""
         self._groups, self.removals, self._ranks = groups, removals, ranks
         self._specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         self._pending: dict[int, _Pending] = {}
@@ -136,7 +138,7 @@ class StoredEvents:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether reports are missing, and were ordered a short time ago."""
+        """Whether reports are missing, and the last save was ordered less than REPORT_WAIT_S ago."""
         return bool(self._pending) and time.monotonic() - self._ordered_s < REPORT_WAIT_S
 
     def add(self, request: "Request", save: Save, end: int) -> Save:
@@ -154,7 +156,7 @@ class StoredEvents:
             self._pending.pop(save.number, None)
 
     def end_epoch(self) -> None:
-        """Forget all saves, and report all published chunks as removed: this engine does not reuse them any more."""
+        """Forget all saves. Report all published chunks as removed, because this engine will not reuse them."""
         self._pending.clear()
         self.removals.clear()
 
@@ -162,18 +164,18 @@ class StoredEvents:
         self.removals.close()
 
     def receive(self, reports: Stored) -> None:
-        """Take over the reports of workers."""
+        """Add reports of workers."""
         for number, stored in reports.items():
             if number in self._pending:
                 self._pending[number].stored += stored
 
     def take(self, *, is_local: bool) -> Iterator[BlockStored | BlockRemoved]:
-        """Return the events of chunks that are gone, and of saves that all ranks have reported, in the order of saves.
+        """Yield the events of removed chunks, then those of saves that all ranks have reported, in the order of saves.
 
-        A chunk that is gone may have been stored again since, so its removal comes first.
+        Removals come first, because one of these saves may have stored a removed chunk again.
 
         Args:
-            is_local: Whether the chunks lie on this host.
+            is_local: Whether the chunks are stored on this host.
         """
         yield from self.removals.take()
         while self._pending:
@@ -187,7 +189,7 @@ class StoredEvents:
                 yield event
 
     def _event(self, request: "Request", save: Save, end: int) -> BlockStored:
-        """Make an event like those of vLLM's own cache, which also reports only the last hash of a partial block."""
+        """Make an event as vLLM's own cache does. An event of a partial block has only the last hash of this block."""
         group = next(each for each in self._groups.each if each.index == save.group)
         hashes, unit = request.block_hashes, self._groups.hash_tokens
         size, blocks = group.block_tokens, len(save.names) * group.chunk_blocks
@@ -216,7 +218,7 @@ class StoredEvents:
 
 
 def _parts(pending: _Pending, stored: frozenset[int]) -> Iterator[tuple[list[bytes], BlockStored]]:
-    """Return the names and the event of the chunks of a save, or of each run of its chunks that are stored."""
+    """Yield (names, event) of each run of stored chunks of a save. If all chunks are stored, this is one run."""
     save, event = pending.save, pending.event
     chunks, size = range(save.depth, save.depth + len(save.names)), len(event.block_hashes) // len(save.names)
     if stored.issuperset(chunks):
@@ -233,7 +235,7 @@ def _parts(pending: _Pending, stored: frozenset[int]) -> Iterator[tuple[list[byt
 
 
 def _cut(event: BlockStored, start: int, stop: int) -> BlockStored:
-    """Return the event of the blocks from `start` to `stop` - 1 of a longer event."""
+    """Return the part of an event that covers its blocks `start` to `stop` - 1."""
     return msgspec.structs.replace(
         event,
         block_hashes=event.block_hashes[start:stop],

@@ -31,7 +31,7 @@ hold the GIL, which the lookup needs."""
 HAND_OFF_WAIT_S: Final = 0.02
 """`tickets` waits at most this long until the nodes have committed the last chunks of a prompt."""
 COMMIT_POLL_S: Final = 0.0005
-"""Meanwhile `tickets` looks into this host's memory this often."""
+"""While `tickets` waits, it looks into this host's memory at this interval."""
 
 Place: TypeAlias = tuple[Group, int]
 """A chunk of a request: its group, and the token before which it ends."""
@@ -54,7 +54,7 @@ class Prompt(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The result of a lookup: the longest hit, and for each rank the holders of chunks."""
+    """The result of a lookup: the longest hit, and for each rank the holders of the chunks that were found."""
 
     hit: Hit
     held: dict[Rank, Held]
@@ -103,7 +103,7 @@ class Lookups:
             if here.hit.tokens < self._most(prompt):
                 return self._threads.submit(self._ask, clients, prompt, record=record)
             if record and any(client.router.is_recording for client in clients.values()):
-                self._threads.submit(self._record, clients, prompt)  # it calls the node
+                self._threads.submit(self._record, clients, prompt)  # a call to the node
         done = Future[Found]()
         done.set_result(here)
         return done
@@ -140,12 +140,12 @@ class Lookups:
     ) -> list[dict[str, Any]]:
         """Make the tickets for a prompt of this many tokens, one for each namespace.
 
-        Waits at most HAND_OFF_WAIT_S, until the chunks that the engine has computed are committed. Their holders are
-        found in this host's memory. A thread asks the owners meanwhile, because workers on other hosts save there.
+        Waits at most HAND_OFF_WAIT_S until the chunks that the engine has computed are committed. Chunks of workers on
+        this host appear in this host's memory. Workers on other hosts store chunks there, so a thread asks the owners.
 
         Args:
             found: The results of earlier lookups for this prompt. They name the holders of chunks on other nodes.
-            computed: The engine has computed the tokens from this one on.
+            computed: Number of leading tokens that the engine found in its own cache or loaded. It computed the others.
         """
         clients, prompt = self.clients(scope), Prompt(hashes, 0, tokens - 1)
         if not clients:
@@ -171,7 +171,7 @@ class Lookups:
         ]
 
     def names(self, hashes: Hashes) -> list[bytes]:
-        """Return the names of all chunks that may be stored of a request."""
+        """Return the names of all chunks of a request that may be stored."""
         places = self.places(hashes, 0, len(hashes) * self._groups.hash_tokens)
         return [self._groups.name(group, hashes, end) for group, end in places]
 
@@ -179,8 +179,8 @@ class Lookups:
         """Return the chunks that may be stored between these tokens.
 
         Args:
-            is_rest: Leave out the whole chunks of groups that need whole prefixes. A hit may still end in the block
-                after them.
+            is_rest: Leave out the chunks up to `stop` of groups that need whole prefixes, because they were looked up
+                before. Add chunks after `stop` in which a hit may end.
         """
         groups, places = self._groups, []
         for group in groups.each:
@@ -202,7 +202,7 @@ class Lookups:
         return self._groups.longest(prompt.hashes, prompt.computed, prompt.limit, everything).tokens
 
     def _record(self, clients: Mapping[Rank, "Client"], prompt: Prompt) -> None:
-        """Add a request that needs no lookup to the trace."""
+        """Add a request to the trace whose chunks were all found in this host's memory."""
         client = next(iter(clients.values()))
         group = self._groups.each[0]
         ends = self._groups.ends(group, prompt.hashes, prompt.computed, prompt.limit)
@@ -238,8 +238,8 @@ class Lookups:
         """Look up the chunks of groups that need whole prefixes, then those of the other groups within that prefix.
 
         Args:
-            ask: Returns the holders of chunks by name. The last argument tells whether only leading chunks count. Then
-                the result may end before the first missing chunk.
+            ask: Returns the holders of chunks by name. If its last argument is True, only the chunks before the first
+                missing one count, so the result may end there.
         """
         groups, hashes = self._groups, prompt.hashes
         held: dict[Rank, Held] = {rank: {} for rank in clients}
@@ -289,7 +289,7 @@ def _check_ranks(ticket: Ticket, namespace: Namespace) -> None:
 
 
 def _merged(ranks: Iterable[Rank], parts: Sequence[Mapping[Rank, Held]]) -> dict[Rank, Held]:
-    """Join holders. The last part that names a holder of a chunk counts."""
+    """Join the holders of all parts. If several parts have a holder of the same chunk, the last part counts."""
     return {rank: {place: holder for part in parts for place, holder in part.get(rank, {}).items()} for rank in ranks}
 
 

@@ -1,12 +1,14 @@
 """KV events for removed blocks: routers learn which chunks, named in earlier events of this engine, are gone.
 
-Nodes evict chunks without a word to the engines. So the engine that has published a chunk looks it up again, on a
-thread, a part of the chunks at a time:
+Nodes do not report to engines what they evict. So each engine looks up its published chunks again. A thread checks some
+of the chunks at a time:
 
-1. A chunk is missing if the owner of its key, for some rank, answers that no node holds it. A chunk that has moved to
-   SSD or to another node is not missing, and an owner that does not answer says nothing.
-2. A chunk that is missing in two checks in a row is gone. Once is not enough: an owner may hear late of a move.
-3. The next step of the engine publishes the event, unless the chunk has been published again in between.
+1. The thread asks the owners of the chunk's keys; there is one key for each rank. The chunk is missing if an owner
+   answers that no node holds it. It is not missing if it has moved to SSD or to another node, or if an owner does not
+   answer.
+2. A chunk that is missing in two checks in a row is gone. One check is not enough, because an owner may learn late of a
+   move.
+3. The next step of the engine publishes the removal, unless the chunk was published again in the meantime.
 """
 
 import threading
@@ -32,16 +34,16 @@ logger = init_logger("vllm.raykv.removals")
 MAX_PUBLISHED_CHUNKS: Final = 100_000
 """At most this many published chunks are remembered, in about 25 MB. Beyond that, the oldest ones are forgotten."""
 FORGET_CHUNKS: Final = 1000
-"""This many chunks are forgotten at once."""
+"""If too many are remembered, this many chunks are forgotten at once."""
 CHECK_CHUNKS: Final = 512
 CHECK_INTERVAL_S: Final = 1.0
 CHECK_TIMEOUT_S: Final = 1.0
 MAX_CPU_SHARE: Final = 0.001
-"""The checks take at most this share of a core: after an expensive check, the next one comes later."""
+"""The checks take at most this share of a core. After a long check, the next check starts later."""
 
 
 class _Published(NamedTuple):
-    """A chunk that routers know, under all its block hashes."""
+    """A chunk that was named in an event, with the hashes of all its blocks."""
 
     scope: Scope
     group: int | None
@@ -56,13 +58,14 @@ class Removals:
     """
 
     def __init__(self, clients: "Callable[[Scope], Mapping[Rank, Client]]") -> None:
-        """Use `clients`: they return one client for each set of ranks that store the same bytes."""
+        """Start without chunks. `clients` returns one client for each set of ranks that store the same bytes."""
         self._clients = clients
-        self._lock = threading.Lock()  # guards the two dictionaries
+        self._lock = threading.Lock()  # guards _published, _gone and _named
         self._published: dict[bytes, _Published] = {}
         self._gone: dict[bytes, _Published] = {}
         self._named: Counter[ExternalBlockHash] = Counter()
-        """How many chunks of several blocks name a hash: prompts may part within a chunk."""
+        """Maps a block hash to the number of chunks with this block. Only chunks of several blocks are counted, because
+        two of them may begin with the same blocks."""
         self._unchecked: deque[bytes] = deque()
         self._missing: dict[bytes, _Published] = {}
         self._closed = threading.Event()
@@ -97,12 +100,12 @@ class Removals:
                     self._forget(self._published.pop(name))
 
     def clear(self) -> None:
-        """Let all published chunks count as gone: this engine does not reuse them any more."""
+        """Count all published chunks as gone, because this engine does not reuse them any more."""
         with self._lock:
             self._gone |= self._published
 
     def take(self) -> Iterator[BlockRemoved]:
-        """Return the events of the chunks that are gone and were not published again."""
+        """Yield the events of the chunks that are gone and were not published again."""
         hashes: dict[tuple[int | None, str | None], list[ExternalBlockHash]] = defaultdict(list)
         with self._lock:
             gone, self._gone = self._gone, {}
@@ -115,7 +118,7 @@ class Removals:
                 yield BlockRemoved(removed, MEDIUM_CPU, group_idx=group, locality=locality)
 
     def check(self) -> None:
-        """Look up the next CHECK_CHUNKS published chunks, and once more those that were missing in the last check."""
+        """Look up the next CHECK_CHUNKS published chunks, and again those that were missing in the last check."""
         with self._lock:
             if not self._unchecked:
                 self._unchecked.extend(self._published)
@@ -129,7 +132,7 @@ class Removals:
             self._gone |= gone
 
     def _find_missing(self, chunks: Mapping[bytes, _Published]) -> Iterable[bytes]:
-        """Return the names of the chunks of which no node holds the part of some rank."""
+        """Yield the names of the chunks that are missing for at least one rank."""
         scopes: dict[Scope, list[bytes]] = defaultdict(list)
         for name, chunk in chunks.items():
             scopes[chunk.scope].append(name)
@@ -145,7 +148,7 @@ class Removals:
             yield from missing
 
     def _forget(self, chunk: _Published) -> "list[ExternalBlockHash]":
-        """Return the block hashes that no other chunk names."""
+        """Stop counting the hashes of a chunk. Return those that no other chunk has."""
         if len(chunk.hashes) == 1:
             return list(chunk.hashes)
         self._named.subtract(chunk.hashes)

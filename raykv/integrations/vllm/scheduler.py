@@ -65,7 +65,7 @@ class SchedulerSide:
         namespaces: Mapping[Rank, Namespace],
         chunk_nbytes: Mapping[int, int],
     ) -> None:
-        """Start the threads. The workers have sent `namespaces`, and the size of the chunks of each group."""
+        """Start the threads. `namespaces` and `chunk_nbytes` come from the handshakes of the workers."""
         self._config, self._stats, self._connection, self._groups = config, stats, connection, groups
         self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self._lookups = Lookups(config, groups, connection, namespaces)
@@ -84,12 +84,12 @@ class SchedulerSide:
         self._hint_sender = HintSender(self._lookups.names)
 
     def bind(self, manager: "KVCacheManager") -> None:
-        """Use vLLM's rules for hits, and learn which blocks it gives to another use."""
+        """Use vLLM's rules for hits, and its block pool, which reports the blocks that are reused."""
         self._groups.bind(manager.coordinator)
         self._pool = manager.block_pool
 
     def close(self) -> None:
-        """Close the connection. The caller makes no other call during or after this one."""
+        """Close the connection. No other method may be called during or after this call."""
         if self.events is not None:
             self.events.close()
         self._lookups.close()
@@ -99,7 +99,7 @@ class SchedulerSide:
     # -- a request's life, in vLLM's order ------------------------------------------------------------------------
 
     def add(self, request: "Request") -> str:
-        """Begin to track a request. Return why some of its hints are ignored, or ""."""
+        """Begin to track a request. Return why its first wrong hint is ignored, or ""."""
         parsed = parse(request, self._config.max_hint_s)
         for outcome, hints in (("used", parsed.used), ("ignored", len(parsed.ignored))):
             if hints:
@@ -108,10 +108,10 @@ class SchedulerSide:
         return parsed.ignored[0] if parsed.ignored else ""
 
     def match(self, request: "Request", computed: int) -> int | None:
-        """Return how many tokens beyond `computed` can be loaded. vLLM may call this again for the same request.
+        """Return how many tokens beyond `computed` to load. vLLM may call this again for the same request.
 
-        None means that the owners of the chunks have not answered yet, so the scheduler must ask again. The engine
-        always computes the last token, because it samples the next token from the output of the last one.
+        None means that the owners of the chunks have not answered yet, so the scheduler must ask again. The last token
+        is never loaded, because the engine samples the next token from the output for the last one.
         """
         tracked, limit = self.requests.current(request), request.num_tokens - 1
         tracked.mixed |= self._has_old_blocks and computed > 0
@@ -137,7 +137,7 @@ class SchedulerSide:
         return max(0, lookup.found.hit.tokens - computed)
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
-        """Order a load of `tokens` tokens. `blocks`: all blocks of the request. The first ones are already filled."""
+        """Order a load of `tokens` tokens. `blocks`: all blocks of the request, with those already filled."""
         tracked = self.requests.current(request)
         if not tokens:
             return
@@ -256,16 +256,16 @@ class SchedulerSide:
     def reset(self) -> None:
         """Begin a private epoch: nothing stored before is loaded, and no other engine loads what is stored from now on.
 
-        vLLM resets its own cache first. If that failed, this cache still has old blocks, and running requests go on
-        with old KV. Until the next reset, requests that use such blocks neither load nor store.
+        vLLM resets its own cache first. If that has failed, vLLM's cache still has old blocks, and running requests
+        continue with old KV. Until the next reset, requests that use old blocks neither load nor store.
         """
-        pool = self._pool  # its null block is never free
+        pool = self._pool  # one of its blocks, the null block, is never free
         self._has_old_blocks = pool is None or pool.get_num_free_blocks() < pool.num_gpu_blocks - 1
         self._drop_last_saves()
         self.requests.reset()
 
     def _drop_last_saves(self) -> None:
-        """Drop what the last epoch has left to save and to report: all saves of a step are of one epoch."""
+        """Drop the waiting saves and events of the last epoch, because all saves of a step must have one epoch."""
         if self.events is not None:
             self.events.end_epoch()
         self._last_saves = []
@@ -321,7 +321,7 @@ class SchedulerSide:
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def _saves(self, tracked: Tracked, tokens: int, resolve: Callable[[str], Sequence[Sequence[int]]]) -> list[Save]:
-        """Order saves of the chunks that the step's `tokens` tokens complete, and that were not considered before.
+        """Order saves of chunks that are complete after the step's `tokens` tokens, and were not considered before.
 
         With asynchronous scheduling or speculative decoding, vLLM schedules tokens before their content is known. A
         chunk with such tokens is saved in a later step.
@@ -332,7 +332,7 @@ class SchedulerSide:
         request, groups = tracked.request, self._groups
         if not tracked.started:
             tracked.start(request.num_computed_tokens)
-            # `match` was asked about the whole blocks before. The request may begin with a part of an old one.
+            # vLLM called `match` for whole blocks only. The request may also begin with a part of an old block.
             tracked.mixed |= self._has_old_blocks and tracked.cached > 0
         if tracked.mixed:
             return []
@@ -361,7 +361,7 @@ class SchedulerSide:
     def _runs(
         self, tracked: Tracked, group: Group, chunks: range, ids: Sequence[int], *, cached: bool
     ) -> Iterable[Save]:
-        """Divide chunks into runs without a gap. Only the other groups' tables have gaps, where no later hit ends."""
+        """Divide chunks into runs of storable chunks. Only groups that are not `whole` have others between the runs."""
         hashes, size, run = tracked.request.block_hashes, group.chunk_tokens, []
         for chunk in [*chunks, None]:
             blocks = [] if chunk is None else [ids[place] for place in group.blocks_of((chunk + 1) * size)]
@@ -381,7 +381,7 @@ class SchedulerSide:
         return save if self.events is None else self.events.add(tracked.request, save, end)
 
     def _is_storable(self, group: Group, block: int) -> bool:
-        """Return whether a block holds what a later hit can need. vLLM hashes only such blocks."""
+        """Return whether a later hit can need this block. Unless the group is `whole`, vLLM hashes only such blocks."""
         if group.whole:
             return True
         return block != self._groups.null_block and self._pool is not None and bool(self._pool.blocks[block].block_hash)
@@ -422,7 +422,7 @@ class SchedulerSide:
             self._last_saves += saves
 
     def _watch(self, saves: Iterable[Save]) -> None:
-        """Have vLLM tell when it gives a block of these saves to another use. This does not hold the blocks."""
+        """Ask vLLM to call `_add_reused` when it reuses a block of these saves. vLLM may do so at any time."""
         if self._pool is not None:
             blocks = [self._pool.blocks[block] for save in saves for chunk in save.blocks for block in chunk]
             self._pool.touch(blocks)

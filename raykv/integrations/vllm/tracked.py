@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Lookup:
-    """The result of a lookup when the engine had `computed` tokens."""
+    """The result of a lookup for an engine that had `computed` tokens. `at_s`: the time at which it ended."""
 
     computed: int
     found: Found
@@ -29,16 +29,17 @@ class Tracked:
 
     Attributes:
         admission: Number of preemptions so far. A preemption resets all fields except the scope and the hints.
-        asking: The running lookup: (number of tokens that the engine had computed when it began, future result).
-        cached_lookup: If a decode engine continues the request: the lookup of the chunks in the engine's own cache.
-        ordered: Whether a load was ordered or declined. There is no second load, since a failing load could repeat for
-            ever.
+        asking: The running lookup: (`Lookup.computed`, future result).
+        cached_lookup: The lookup of chunks that are in the engine's own cache. It is made only if a decode engine
+            continues the request.
+        ordered: Whether a load was ordered or declined. Then no other load is ordered, because a load that always fails
+            would repeat for ever.
         started: Whether the request was scheduled. From then on `cached` and `loaded` are known.
         cached: Number of leading tokens that the engine found in its own cache.
-        loaded: The loaded tokens end before this token.
+        loaded: End of the loaded tokens, as a number of tokens. 0: nothing was loaded.
         offered: For each group, by index, the number of leading chunks that were considered for a save.
-        hints: How long to keep the request's chunks.
-        mixed: Whether its KV may be of weights before the last reset. Then nothing is loaded or stored for it.
+        hints: The valid hints of the request.
+        mixed: Whether its KV may come from weights before the last reset. Then nothing is loaded or stored for it.
     """
 
     request: "Request"
@@ -70,7 +71,7 @@ class Tracked:
     def start(self, computed: int) -> None:
         """Set `cached` and `loaded` when the request is first scheduled with `computed` tokens.
 
-        If a load has failed, this number is lower than planned.
+        If a load has failed, `computed` is lower than planned.
         """
         self.started = True
         self.loaded = min(self.loaded, computed)
@@ -86,7 +87,7 @@ class TrackedRequests(dict[str, Tracked]):
     """Every request between `SchedulerSide.add` and `finish`, by its id.
 
     Attributes:
-        epochs: The epoch of all new orders.
+        epochs: Knows the epoch of all new loads and saves.
     """
 
     def __init__(self) -> None:
@@ -100,7 +101,7 @@ class TrackedRequests(dict[str, Tracked]):
         return tracked
 
     def current(self, request: "Request") -> Tracked:
-        """Return the state of a request. After a preemption this is a new one."""
+        """Return the state of a request. After a preemption this is a new state."""
         tracked = self[request.request_id]
         if tracked.admission == request.num_preemptions:
             return tracked
@@ -123,7 +124,10 @@ class TrackedRequests(dict[str, Tracked]):
             tracked.mixed = True
 
     def accept(self, statements: Sequence[Statement]) -> bool:
-        """End the private epoch, if the statements allow it. KV since the last reset is stored again as shareable."""
+        """End the private epoch, if the statements allow it. Return whether it has ended.
+
+        KV that was computed since the last reset is stored once more, so that other engines can share it.
+        """
         if not self.epochs.accept(statements):
             return False
         for tracked in self._enter_epoch():
@@ -133,7 +137,7 @@ class TrackedRequests(dict[str, Tracked]):
         return True
 
     def _enter_epoch(self) -> list[Tracked]:
-        """Restart the requests that have no KV. Return the others, which the caller changes."""
+        """Track the requests without KV from now on in the present epoch. Return the requests that have KV."""
         current = [self.current(tracked.request) for tracked in list(self.values())]
         for tracked in current:
             if not tracked.has_kv:

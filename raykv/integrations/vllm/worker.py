@@ -44,8 +44,8 @@ logger = init_logger("vllm.raykv.worker")
 
 IDLE_WAIT_S: Final = 0.002
 """A step without computation waits at most this long for a load. Without this wait the engine's thread would spin and
-hold the GIL, which the load threads need. The wait delays a new request by at most this time. A hook may take 5 ms in
-all, and a sleeping thread wakes up late."""
+hold the GIL, which the load threads need. A new request waits at most this long for the step to end. A hook may take
+5 ms, but the limit of the wait is lower, because a sleeping thread wakes up late."""
 MAX_SAVING_STEPS: Final = 16
 """Saves of at most this many steps are in flight. Saves of further steps are skipped."""
 
@@ -73,7 +73,7 @@ class WorkerCache:
     """The KV cache of one worker.
 
     Attributes:
-        ranks: The parts of the cache, by the ranks under which they are stored.
+        ranks: The parts of the cache, one for each rank under which this worker stores KV.
         groups: The groups whose chunks are stored, by index.
         replica: (Number of this worker, number of workers) among those that hold the same bytes. Each of these workers
             stores a share of the chunks.
@@ -87,7 +87,7 @@ class WorkerCache:
 
     @property
     def is_prefix(self) -> bool:
-        """Whether leading chunks are of use without the others. Then vLLM recomputes only the others."""
+        """Whether vLLM can use the leading chunks of a load without the others. It recomputes only the others then."""
         return len(self.groups) == 1 and all(group.whole for group in self.groups.values())
 
     def handshake(self) -> WorkerNamespaces:
@@ -137,9 +137,10 @@ class WorkerSide:
         self.stated: list[Statement] = []
 
     def enter(self, epoch: str) -> None:
-        """Enter the epoch of this step. Loads of other epochs count as lost. A private epoch that has ended is dropped.
+        """Enter the epoch of this step. Loads of other epochs count as lost.
 
-        It is dropped after the saves of earlier steps, which may store chunks in it.
+        If a private epoch has ended, its chunks are dropped. This happens after the saves of earlier steps, because
+        they may store chunks in that epoch.
         """
         if epoch != self._epoch:
             ended, self._epoch = self._epoch, epoch
@@ -181,7 +182,7 @@ class WorkerSide:
         return finished, failed
 
     def pop_report(self) -> WorkerReport | None:
-        """Return the loads and saves that ended, and statements, since the last call; None if there are none.
+        """Return the loads and saves that have ended since the last call, and new statements. None if there are none.
 
         If the node has not answered for all saved chunks, collect its answers on the thread that saves.
         """
@@ -274,7 +275,7 @@ class WorkerSide:
             result.nbytes.update(got.nbytes_by_path)
             if counts and store is self._stores[0]:  # all ranks load the same tokens
                 result.sources.update(got.chunks_by_source)
-            stop = start + got.prefix  # a chunk is of no use without all its ranks
+            stop = start + got.prefix  # a chunk must arrive for all ranks
             if stop == start:
                 return False
         result.chunks += stop - start
@@ -283,7 +284,7 @@ class WorkerSide:
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def mine(self, saves: Sequence[Save]) -> list[Save]:
-        """Return the saves of this worker. Those with the same bytes share the work by the names of the chunks."""
+        """Return the saves that this worker makes. Workers with the same bytes divide the saves by a chunk's name."""
         number, workers = self._cache.replica
         return [save for save in saves if save.names[0][0] % workers == number]
 
@@ -319,7 +320,7 @@ class WorkerSide:
         """Add the ended saves to the statistics. Never waits.
 
         Returns:
-            Why chunks were not stored, for example no room or no node: the last such reason, or "".
+            The last reason why chunks were not stored, for example no room or no node. Empty if there is none.
         """
         reason = ""
         while self.saving and self.saving[0][2].done():
@@ -350,7 +351,7 @@ class WorkerSide:
             try:
                 results += store.save(saves, fence, deadline_s=deadline_s, flush_s=flush_s)
             except Exception:
-                for other in self._stores[number + 1 :]:  # of no use without this rank
+                for other in self._stores[number + 1 :]:  # a chunk must be stored for all ranks
                     other.skip(saves)
                 raise
         return results
@@ -367,9 +368,9 @@ class WorkerSide:
         return result.reason
 
     def close(self) -> None:
-        """Cancel queued loads, wait for running loads and all saves, since they use the KV cache. Disconnect.
+        """Cancel queued loads. Wait for running loads and all saves, because they use the KV cache. Disconnect.
 
-        A private epoch ends with its engine.
+        A private epoch ends with its engine, so its chunks are dropped.
         """
         self._threads.shutdown(wait=True, cancel_futures=True)
         self.enter("")
