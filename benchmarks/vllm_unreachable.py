@@ -2,13 +2,17 @@
 
 Run by hand, as root: `python -m benchmarks.vllm_unreachable`
 
-A cluster has two nodes. The far one is in a network namespace, behind a link of limited rate. One engine stores prompts
-there, and its answers are the expected ones. An engine on the near node gets the same prompts, several at once, and
-finds them at the far node. In each round the far node disappears: before the lookup, between lookup and load, during
-the load, or before the engine hands a loaded prompt over to a decode engine. It disappears in three ways: it loses its
-address, so that nothing that is sent to it is ever answered; it is stopped with SIGSTOP; or it is killed. The output
-has a line for each of these: the outcomes of requests and loads, the longest call of a hook on the engine's thread, and
-the longest wait in a hook (time off the CPU). The last line tells how late a process wakes up that only sleeps.
+A cluster has two nodes. The far node is in a network namespace, behind a link of limited rate. One engine stores
+prompts on the far node. Its answers are the expected answers. An engine on the near node gets the same prompts, several
+at once, and finds them on the far node.
+
+In each round the far node disappears at one of four moments: before the lookup, between lookup and load, during the
+load, or before the engine hands a loaded prompt over to a decode engine. It disappears in one of three ways. It loses
+its address, so that it receives nothing and answers nothing. Or it is stopped with SIGSTOP. Or it is killed.
+
+The output has a line for each way and moment: the outcomes of requests and loads, the longest call of a hook on the
+engine's thread, and the longest wait in a hook (time off the CPU). The last line tells how late a process wakes up that
+only sleeps.
 """
 
 import argparse
@@ -46,7 +50,7 @@ NODE: Final = Path(__file__).parent / "systems" / "raykv_node.py"
 HAND_OFF: Final = "before a hand-off"
 PHASES: Final = ("before the lookup", "between lookup and load", "during the load", HAND_OFF)
 BREAKER_S: Final = 2.5
-"""After this time the client asks a node again that has not answered."""
+"""If a node has not answered, the client calls it again after this time."""
 LOAD_TIMEOUT_S: Final = 2.0
 ANSWER_TOKENS: Final = 8
 SLEEPER: Final = """
@@ -61,20 +65,20 @@ while not ended:
 late.sort()
 print(json.dumps([late[len(late) * 99 // 100], late[-2]]))
 """
-"""A process that waits 2 ms at a time, as an idle step of the engine does. It prints how late it wakes up."""
+"""Code of a process that sleeps 2 ms at a time, as an idle step of the engine does, and tells how late it wakes up."""
 
 
 class Far:
     """The far node, and the ways in which it disappears.
 
     Attributes:
-        store_address: Where an engine on its host reaches it.
+        store_address: Address of the far node for an engine on the same host.
     """
 
     def __init__(self, link: Link, directory: InProcessMembership, secret: str, home: Path) -> None:
         self._link, self._directory, self._secret, self._home = link, directory, secret, home
         self.store_address = f"unix:{home}/raykv-owners-far.sock"
-        # A shell in the namespace runs the commands without the time that it takes to start one.
+        # This shell in the namespace runs the commands at once. A new process would first need time to start.
         shell = ["ip", "netns", "exec", link.space, "sh"]
         self._shell = subprocess.Popen(shell, stdin=subprocess.PIPE, text=True, preexec_fn=die_with_parent)
 
@@ -121,12 +125,12 @@ class Far:
 
 
 def near_address(link: Link) -> str:
-    """Return this end's address of the link."""
+    """Return the address of the near end of the link."""
     return link.address[:-1] + "1"
 
 
 def fix_neighbour(link: Link) -> None:
-    """Keep the far end's hardware address. Otherwise the kernel soon finds that the far end is gone, and calls fail."""
+    """Fix the far end's hardware address. Otherwise the kernel notices that the far end is gone, and calls fail."""
     command = ["ip", "-n", link.space, "-json", "link", "show", "dev", f"{link.space}f"]
     ((device,),) = [json.loads(subprocess.check_output(command))]
     run(
@@ -138,7 +142,7 @@ def fix_neighbour(link: Link) -> None:
 def node_process(
     name: str, home: Path, secret: str, directory: str, within: list[str], **fields: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a node, if `within` names a command: started by that command."""
+    """Run a node. `within`: a command that starts the node in a network namespace, or nothing."""
     storage = {"arena_nbytes": "3 GiB", "shm_dir": str(home)}
     config = json.dumps({"node_id": name, "cluster": "owners", "storage": storage, **fields})
     command = [*within, sys.executable, "-P", str(NODE), config, secret, directory]
@@ -156,7 +160,7 @@ def node_process(
 
 @contextmanager
 def sleeper() -> Iterator[None]:
-    """Print how late a process wakes up that only sleeps: on a busy machine, no hook can be quicker."""
+    """Print how late a process wakes up that only sleeps. On a busy machine, a hook that waits is late, too."""
     pipe, command = subprocess.PIPE, [sys.executable, "-c", SLEEPER]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, preexec_fn=die_with_parent) as process:
         yield
@@ -167,7 +171,7 @@ def sleeper() -> Iterator[None]:
 
 @dataclass
 class Tally:
-    """What happened in the rounds of one kind."""
+    """What happened in the rounds of one way and moment."""
 
     rounds: int = 0
     failed: int = 0
@@ -186,7 +190,7 @@ class Tally:
 
 
 class Loads:
-    """Makes the far node disappear when a load begins, or during one, on the threads that load."""
+    """Makes the far node disappear at the start of a load or during a load, from the threads that load."""
 
     def __init__(self) -> None:
         self._due: tuple[Far, str, float] | None = None
@@ -262,7 +266,7 @@ def counted_loads(engine: LLM) -> Counter[str]:
 
 
 class Rounds:
-    """Asks the near engine for prompts that the far node holds, while the far node disappears."""
+    """Sends prompts that the far node holds to the near engine, while the far node disappears."""
 
     def __init__(self, engine: LLM, far: Far, hooks: Hooks, stored: list[tuple[list[int], list[int]]]) -> None:
         self._engine, self._far, self._hooks, self._stored = engine, far, hooks, stored
@@ -279,7 +283,7 @@ class Rounds:
             self._loads.disappear_at_next(self._far, way, self._rng.uniform(0.01, 0.12))
         elif way:
             if phase == HAND_OFF:
-                answer(self._engine, prompts)  # then the engine has the prefix, and the far node has stored it
+                answer(self._engine, prompts)  # to load the prefixes from the far node
             self._far.disappear(way)
             time.sleep(self._rng.uniform(0.0, 0.05))
         self._hooks.reset()
@@ -361,7 +365,7 @@ def near_node(stack: ExitStack, link: Link, directory: InProcessMembership, secr
     stack.callback(served.close)
     fields = {"bind": f"{near_address(link)}:0", "host": "near"}
     stack.enter_context(node_process("near", home, secret, served.address, [], **fields))
-    time.sleep(5.0)  # until both nodes have the new view, and the far one has announced its chunks to the near one
+    time.sleep(5.0)  # until both nodes have the new view, and the far node has announced its chunks
     return f"unix:{home}/raykv-owners-near.sock"
 
 

@@ -1,8 +1,9 @@
-"""Real engines over real nodes: reuse changes what is computed, never what is answered.
+"""Real engines with real nodes: reuse changes what is computed, but never the answers.
 
-Everything runs in this process. The model is small, but its weights are drawn wide enough that a wrong key or value
-changes the answer. In float32 a loaded prefix gives the tokens of a full computation; in bfloat16 those of the engine's
-own prefix hit, which already differs from a full computation by rounding.
+Everything runs in this process. The model is small, but its random weights are so large that a wrong key or value
+changes the answer. In float32, an engine that loads a prefix gives the same tokens as one that computes everything. In
+bfloat16, it gives the same tokens as an engine that finds the prefix in its own cache. By rounding, even these tokens
+may differ from those of a full computation.
 """
 
 import json
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_full_collections")]
 SHARED = prompt(0, 300)
 PROMPTS = [SHARED, prompt(1, 45, after=SHARED[:200]), prompt(2, 20), prompt(3, 257), prompt(4, 33)]
 COMMON = 200 // BLOCK * BLOCK
-"""Tokens that two prompts share: when one is loaded first, the engine has them for the other."""
+"""Number of tokens that two prompts share. After the load for one prompt, the engine need not load them again."""
 FULL = sum((len(one) - 1) // BLOCK * BLOCK for one in PROMPTS)
 
 
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(model: Path) -> list[list[int]]:
-    """The answers of an engine without a cache."""
+    """Return the answers of an engine without a cache."""
     with Engine(model, None) as engine:
         return engine.answer(PROMPTS)
 
@@ -66,7 +67,7 @@ def test_an_engine_on_another_node_reuses_all_and_answers_the_same(
         assert engine.counted("loads", "whole") == engine.counted("loads")
         assert engine.counted("errors") == 0
         assert engine.counted("stored_chunks") == 0
-        assert engine.answer(PROMPTS) == answers  # from its own cache: nothing is loaded or stored
+        assert engine.answer(PROMPTS) == answers  # from the own cache of the engine
         assert engine.reused_tokens() == FULL
         assert engine.counted("reused_tokens") >= FULL - COMMON
         assert engine.counted("stored_chunks") == 0
@@ -117,7 +118,7 @@ def test_chunks_of_several_blocks(
 
 
 def test_preempted_requests_answer_the_same(model: Path, cluster: raykv.EmbeddedCluster):
-    """The blocks suffice for about two of eight requests. Preempted requests load what they had stored."""
+    """The blocks suffice for about two of eight requests. A preempted request loads what it has stored before."""
     prompts = [prompt(20 + n, 100 + 9 * n, after=SHARED[: 40 * n]) for n in range(8)]
     with Engine(model, None) as engine:
         expected = engine.answer(prompts, count=120)
@@ -224,8 +225,8 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(
 def test_a_hand_off_needs_no_lookup(
     model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """As in Ray Serve, the kv_transfer_params that a prefill request returns are given to the decode request."""
-    monkeypatch.setattr("raykv.integrations.vllm.lookups.HAND_OFF_WAIT_S", 5.0)  # patient, on a busy machine
+    """As in Ray Serve, the decode request gets the kv_transfer_params that the prefill request returned."""
+    monkeypatch.setattr("raykv.integrations.vllm.lookups.HAND_OFF_WAIT_S", 5.0)  # long, for a busy machine
     with Engine(model, cluster.address(0)) as prefill:
         handed = []
         for one in PROMPTS:
@@ -290,7 +291,7 @@ def multi_connector(address: str) -> dict[str, Any]:
 
 
 def test_the_failure_policy_of_a_multi_connector_counts(model: Path, cluster: raykv.EmbeddedCluster):
-    """The connector is given a policy of its own, but vLLM obeys the outer one."""
+    """The inner connector has a policy of its own, but vLLM obeys the policy of the MultiConnector."""
     outer = {**multi_connector(cluster.address(0)), "kv_load_failure_policy": "fail"}
     with pytest.raises(raykv.ConfigError, match=r"kv_load_failure_policy is 'fail'.*MultiConnector"):
         Engine(model, cluster.address(0), transfer=outer)
@@ -299,7 +300,7 @@ def test_the_failure_policy_of_a_multi_connector_counts(model: Path, cluster: ra
 def test_it_works_and_reports_inside_a_multi_connector(
     model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]
 ):
-    """There vLLM looks the connector up by its name alone, and an unknown name stops the engine."""
+    """MultiConnector looks up its connectors by name alone, and an unknown name stops the engine."""
     fill(model, cluster)
     with Engine(model, cluster.address(0), transfer=multi_connector(cluster.address(0))) as engine:
         assert engine.answer(PROMPTS) == answers

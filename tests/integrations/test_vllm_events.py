@@ -1,4 +1,4 @@
-"""KV events and sources of hits: what ranks report, what goes out, and what a consumer of vLLM's events receives."""
+"""KV events and sources of hits: the reports of ranks, the published events, and what a consumer receives."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -76,7 +76,7 @@ class Bench:
         return self.events.add(self.request, save, last * self.size)
 
     def report(self, *reports: tuple[int, set[int]]) -> list[list[int]]:
-        """Report stored chunks, one tuple for each save and rank. Returns the places of the blocks of new events."""
+        """Report stored chunks, one tuple for each save and rank. Returns the block numbers of each new event."""
         for number, stored in reports:
             self.events.receive({number: [frozenset(stored)]})
         hashes = self.request.block_hashes
@@ -165,7 +165,7 @@ def test_an_idle_engine_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
 
 
 class Held:
-    """Stands for a client: this host's memory has these keys."""
+    """Replaces a client. This host's memory has the given keys."""
 
     def __init__(self, *held: int) -> None:
         self.held = held
@@ -229,7 +229,7 @@ def consumer() -> Iterator[Any]:
 
 
 def test_a_consumer_of_vllms_events_learns_what_other_engines_find(tmp_path: Path, consumer: Any):
-    """The prompt's last chunks are stored after the request has ended, and the engine is idle."""
+    """The last chunks of the prompt are stored when the request has ended and the engine is idle."""
     model, document = write_model(tmp_path / "toy", seed=0), prompt(1, 500)
     endpoint = "inproc://raykv-events"
     publishing = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)

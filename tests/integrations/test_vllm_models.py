@@ -1,11 +1,13 @@
-"""Kinds of models: what is stored survives restarts of engine and node, and the answers stay those of a plain engine.
+"""Kinds of models: chunks survive restarts of engine and node, and the answers are those of an engine without raykv.
 
-For each model one engine stores documents. Then the engine is closed, its node is killed and started again, and a new
-engine gets up to 50 requests at once that begin with parts of these documents. Its KV cache is large, and it must reuse
-as much as an engine without raykv finds in its own cache. The next engine has a KV cache so small that requests are
-preempted, and some are aborted, for example during a load. In float32 the answers must be equal. In bfloat16 the
-rounding depends on the batch, so an answer may differ where the plain engine had two tokens of nearly equal
-probability; and a request that runs alone must equal the engine's own prefix hit bit for bit.
+For each model, one engine stores documents. Then this engine is closed, and its node is killed and started again. A new
+engine gets up to 50 requests at once, which begin with parts of the documents. Its KV cache is large, so it must reuse
+as much as an engine without raykv finds in its own cache. The next engine has such a small KV cache that requests are
+preempted. Some of its requests are aborted, for example during a load.
+
+In float32, all answers must equal those of the engine without raykv. In bfloat16, rounding depends on the batch. So an
+answer may differ where that engine had two tokens of nearly equal probability. But a request that runs alone must give
+the same bits after a load as after a hit in the engine's own cache.
 """
 
 import json
@@ -36,10 +38,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.usefixture
 SEED = 7
 TOKENS = 8
 MOST_S = 2.0
-"""A load that waits for steps ends after this time, if the engine has no work."""
+"""A load that waits for steps ends after this time at the latest, because an idle engine may make no steps."""
 ABORTED = 12
 NEARLY_EQUAL = 0.15
-"""Two log probabilities may change places by the rounding of bfloat16 if they differ by less than this."""
+"""If two log probabilities differ by less than this, the rounding of bfloat16 may change their order."""
 MIB = 1 << 20
 LARGE = 256 * MIB
 
@@ -49,11 +51,12 @@ class Kind:
     """A kind of model, and how its engines are made.
 
     Attributes:
-        small: Bytes of a KV cache in which requests are preempted.
-        lengths: The least and the greatest number of tokens of a document.
-        count: Number of requests.
-        pressed: Number of requests that get a small KV cache.
-        long: Tokens of an answer that passes the end of a block, where a request without a free block is preempted.
+        small: Bytes of a KV cache that is so small that requests are preempted.
+        lengths: (Least, greatest) number of tokens of a document.
+        count: Number of requests to the engine with the large KV cache.
+        pressed: Number of requests to the engine with the small KV cache.
+        long: Tokens of each answer of the small engine. They exceed a block, because a request can be preempted when it
+            needs a new block.
     """
 
     write: Callable[[Path], Path]
@@ -97,7 +100,7 @@ def engine(kind: Kind, model: Path, address: str | None, **more: Any) -> Iterato
 
 @contextmanager
 def node(shm_dir: Path) -> Iterator[Callable[[], None]]:
-    """Run a node in another process. The result kills it, and starts it again over the same memory."""
+    """Run a node in another process. Yields a function that kills it, and restarts it with the same shared memory."""
     fields = {"node_id": "n", "cluster": "t", "storage": {"arena_nbytes": "256 MiB", "shm_dir": str(shm_dir)}}
 
     @contextmanager
@@ -128,7 +131,7 @@ def node(shm_dir: Path) -> Iterator[Callable[[], None]]:
 
 
 def requests(documents: list[list[int]], count: int, seed: int) -> list[list[int]]:
-    """Draw requests: a document, or a part of it, and a question."""
+    """Draw requests. Each is a document or a part of one, followed by a question."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
@@ -139,7 +142,7 @@ def requests(documents: list[list[int]], count: int, seed: int) -> list[list[int
 
 
 def check_same(got: list[Any], plain: list[Any], exact: bool) -> None:
-    """Compare the answers of two engines."""
+    """Check that two engines gave the same answers. Unless `exact`, nearly equal tokens may be exchanged."""
     for mine, theirs in zip(got, plain, strict=True):
         answer, expected = list(mine.outputs[0].token_ids), list(theirs.outputs[0].token_ids)
         if answer == expected:
@@ -165,12 +168,13 @@ def slow_loads(patch: pytest.MonkeyPatch, engine: Engine, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What is stored and asked, and the answers of an engine without raykv.
+    """The documents, the requests, and the answers of an engine without raykv.
 
     Attributes:
-        reusable: How many tokens of the requests such an engine found in its own cache. On CPU vLLM has no prefix cache
-            for latents; there, how many tokens are in whole blocks of the documents.
-        answers, long_answers: To all requests, and longer ones to the first `kind.pressed` requests.
+        reusable: Number of tokens of the requests that this engine found in its own cache. On CPU, vLLM has no prefix
+            cache for latents. For these models it is the number of tokens in whole blocks of the documents.
+        answers: Answers to all requests.
+        long_answers: Longer answers to the first `kind.pressed` requests.
     """
 
     kind: Kind
@@ -206,7 +210,7 @@ def whole_blocks(documents: list[list[int]], asked: list[list[int]], block: int)
 
 
 def ask_all(ladder: Ladder, address: str) -> None:
-    """Ask an engine with a large KV cache, so that nothing but raykv decides how much is reused."""
+    """Send all requests to an engine with a large KV cache, and check how much it reuses."""
     with engine(ladder.kind, ladder.model, address) as asking:
         asking.answer(ladder.asked, count=TOKENS, logprobs=2)
         check_same(asking.outputs, ladder.answers, exact=ladder.kind.dtype == "float32")
@@ -217,7 +221,7 @@ def ask_all(ladder: Ladder, address: str) -> None:
 
 
 def ask_under_pressure(ladder: Ladder, address: str, seed: int) -> None:
-    """Ask an engine with a small KV cache, which preempts requests, between requests that are aborted."""
+    """Send requests to an engine with a small KV cache, together with requests that are aborted."""
     kind = ladder.kind
     aborted = [prompt(5000 + number, 30, after=ladder.documents[number % 6]) for number in range(ABORTED)]
     with engine(kind, ladder.model, address, kv_cache_memory_bytes=kind.small) as small:
@@ -231,12 +235,12 @@ def ask_under_pressure(ladder: Ladder, address: str, seed: int) -> None:
         assert states["decoding"] > 0
         assert small.counted("reused_tokens") > 0
         assert small.counted("errors") == 0
-        small.answer([[5, 6, 7]], count=1)  # a step reports the loads of aborted requests
+        small.answer([[5, 6, 7]], count=1)  # a further step, to report loads of aborted requests
         assert small.is_idle()
 
 
 def climb(kind: Kind, folder: Path, shm_dir: Path, seed: int) -> None:
-    """Store documents, restart engine and node, and ask."""
+    """Store documents, restart the engine and the node, and send the requests."""
     ladder = plain_answers(kind, kind.write(folder / "toy"), seed)
     with node(shm_dir) as restart:
         address = f"unix:{shm_dir}/raykv-t-n.sock"
@@ -265,7 +269,7 @@ def test_all_requests_are_answered_the_same_under_pressure(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_load_equals_the_engines_own_prefix_hit_bit_for_bit(name: str, tmp_path: Path):
-    """On CPU vLLM has no prefix cache for latents, so there the first engine's hit is a load too."""
+    """On CPU, vLLM has no prefix cache for latents. So with latents, the hit of the first engine is a load, too."""
     kind = KINDS[name]
     model = kind.write(tmp_path / "toy")
     document = prompt(1, kind.lengths[1])

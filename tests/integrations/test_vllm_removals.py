@@ -1,4 +1,4 @@
-"""KV events for removed blocks: real nodes evict, drop, expire and move chunks that were published."""
+"""KV events for removed blocks: real nodes evict, drop, expire and move published chunks."""
 
 import hashlib
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def stored(hashes: list[bytes], *, group: int = 0, locality: str = "LOCAL") -> B
 
 
 class Bench:
-    """Removals over one client for each rank. There is no thread: a test makes the checks."""
+    """`Removals` with one client for each rank, and without a thread. A test makes the checks."""
 
     def __init__(self, *clients: raykv.Client) -> None:
         ranks: dict[Rank, raykv.Client] = {(0, place): client for place, client in enumerate(clients)}
@@ -111,7 +111,7 @@ def test_chunks_on_other_nodes_and_on_ssd_are_not_removed(tmp_path: Path):
         client = cluster.client(SPACE)
         bench, some = Bench(client), [text.encode() for text in texts]
         bench.store(some)
-        for _ in range(2):  # chunks that were read go to the SSD
+        for _ in range(2):  # only chunks that were read are moved to the SSD
             client.get(some, [bytearray(NBYTES) for _ in some])
         push_out(cluster, client, texts)
         assert all(holder is not None and holder.below_memory for holder in client.locate(some))
@@ -169,7 +169,7 @@ def test_a_chunk_must_be_missing_twice_in_a_row(bench: Bench, cluster: raykv.Emb
 
 
 def test_a_chunk_that_is_published_again_is_not_removed(bench: Bench, cluster: raykv.EmbeddedCluster):
-    """Between the check and the event, the chunk was stored again: its stored event is the last one."""
+    """If a chunk is stored again between the check and the event, its last event says that it is stored."""
     (client,) = bench.clients
     some = names(2)
     bench.store(some)
@@ -197,7 +197,7 @@ def test_events_name_the_group_and_the_locality_of_the_stored_event():
 
 
 def test_a_block_is_removed_with_the_last_chunk_that_names_it(bench: Bench, cluster: raykv.EmbeddedCluster):
-    """Chunks of several blocks begin with the same block where prompts part within a chunk."""
+    """If two prompts differ only after the first block of a chunk, both of their chunks have this block."""
     (client,) = bench.clients
     ends = [b"2", b"2'"]
     client.put(ends, [bytes(NBYTES)] * 2, chained=False)

@@ -1,10 +1,9 @@
 """Both of vLLM's schedulers over a toy model: every slot of the KV cache must hold the hash of its prefix.
 
-The slot of a token holds a hash of all tokens up to it, in the key cache of each layer. Before a step computes
-anything, all slots that it attends to are compared with the hashes that they must hold. So a block that was loaded
-wrongly, too late or into the wrong place, or that was saved before it was full, is found at once. Chance decides which
-requests come, how and when loads end, and which requests are aborted. Since there are few blocks, requests are
-preempted all the time.
+The slot of a token holds a hash of all tokens up to this token, in the key cache of each layer. Before a step computes
+anything, all slots that it reads are compared with the hashes that they must hold. So the test finds at once a block
+that was loaded wrongly, too late or into the wrong place, or was saved before it was full. Requests, the ends of loads,
+and aborts are random. There are so few blocks that requests are often preempted.
 """
 
 import json
@@ -71,13 +70,13 @@ from tests.support.nodes import stop_process, wait_until  # noqa: E402
 pytestmark = pytest.mark.vllm
 
 BLOCK_TOKENS, BLOCKS, LAYERS = 4, 40, 2
-WINDOW = 7  # tokens: the last 1 or 2 whole blocks, and the token itself
+WINDOW = 7  # tokens: the current one, and the last 1 or 2 whole blocks
 VOCABULARY = 100
-SPECIES = 12  # prompts begin with one of this many prefixes
+SPECIES = 12  # number of different prefixes of prompts
 
 
 def slot_values(tokens: list[int], seed: int) -> list[int]:
-    """For each position, the hash of all tokens up to it: the KV that the toy model computes."""
+    """Return the KV that the toy model computes: for each token, the hash of all tokens up to it."""
     values, value = [], seed
     for token in tokens:
         value = (value * 6364136223846793005 + token * 1442695040888963407 + 1) % (1 << 62)
@@ -91,9 +90,9 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class Running:
-    """A request as the model runner holds it: its block table has one list for each group.
+    """A request in the model runner. Its block table has one list for each group.
 
-    A mixed request attends to KV of old weights, so everything that it computes is wrong.
+    A mixed request reads KV of old weights, so everything that it computes is wrong.
     """
 
     tokens: list[int]
@@ -132,7 +131,7 @@ class Task(Future[Any]):
 class Slow:
     """An executor that runs its tasks (lookups, loads and saves) at random times.
 
-    All of them run on the thread of the test, so a seed repeats the order of events.
+    All tasks run on the thread of the test, so the same seed gives the same order of events.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -161,7 +160,7 @@ class Slow:
 
 
 class Engine:
-    """Scheduler and connector as in vLLM; only the model is a toy."""
+    """An engine with vLLM's scheduler and the real connector. Only the model is a toy."""
 
     def __init__(
         self,
@@ -180,7 +179,7 @@ class Engine:
     ) -> None:
         """Make an engine with one group of layers for each letter in `kinds`: see `groups_of`.
 
-        It has one KV head for each rank under which it stores its KV.
+        The engine has one KV head for each rank under which it stores its KV.
 
         With `threads`, lookups, loads and saves run on the connector's own threads. With `publishes`, the connector's
         KV events are appended to `events`.
@@ -224,7 +223,7 @@ class Engine:
             kv_cache_groups=groups,
             hash_block_size=BLOCK_TOKENS,
         )
-        # Layer n of every group lies in the same memory. The groups take their blocks from one pool.
+        # Layers n of all groups use the same memory, because the groups take their blocks from one pool.
         self.slots = torch.full((LAYERS, self.blocks, self.heads, block_tokens, 2), -1, dtype=torch.int64)
         self.calls = Slow(rng)
         with pytest.MonkeyPatch.context() as patch:
@@ -313,7 +312,7 @@ class Engine:
         Without `preempt`, running requests go on with KV of the old weights, and vLLM does not clear its own cache.
         """
         if preempt and self.rng.random() < 0.9:
-            self.process()  # as vLLM does when it pauses
+            self.process()  # as vLLM does in a pause
         running = [request.request_id for request in self.scheduler.running] if preempt else []
         try:
             cleared = self.scheduler.reset_prefix_cache(preempt, reset_connector=True)
@@ -329,7 +328,7 @@ class Engine:
         self.worker.worker_side.stated = [Statement.now(revision)]
 
     def step(self) -> list[Any]:
-        """One iteration of the engine's loop. With overlap, the results of a step are processed one step later."""
+        """Run one iteration of the engine's loop. With overlap, the results of a step are processed one step later."""
         step = self.scheduler.schedule()
         self.in_flight.append((step, self.execute(step)))
         return self.process(keep=1 if self.overlap and step.total_num_scheduled_tokens else 0)
@@ -346,7 +345,7 @@ class Engine:
         return done
 
     def execute(self, step: Any) -> ModelRunnerOutput:
-        """The worker's part of a step. It calls the connector's hooks in the same order as vLLM."""
+        """Run the worker's part of a step, with the connector's hooks in the same order as in vLLM."""
         orders = step.kv_connector_metadata
         self.worker.handle_preemptions(orders)
         self.update(step)
@@ -399,7 +398,7 @@ class Engine:
             self.slots[:, target] = self.slots[:, source]
 
     def compute(self, name: str, count: int) -> list[int]:
-        """Check the slots that are read, write those that are computed, and sample if no known token is left."""
+        """Check the slots that are read, and write those that are computed. Sample a token after the last known one."""
         known, request = self.running[name], self.scheduler.requests[name]
         # The scheduler has already added the tokens of this step to its counter.
         start = request.num_computed_tokens - count
@@ -424,7 +423,7 @@ class Engine:
         return slot_values(tokens, len(salt) + 1000 * self.weights)
 
     def check_load(self, load: Load, invalid: set[int]) -> None:
-        """All blocks that arrived hold what the present weights compute."""
+        """Check that all blocks that arrived hold what the present weights compute."""
         request, size = self.scheduler.requests[load.request_id], self.block_tokens
         loaded = self.scheduler.connector.scheduler_side.requests[load.request_id].loaded
         values = self.values(list(request.all_token_ids), request.cache_salt or "")[:loaded]
@@ -440,7 +439,7 @@ class Engine:
                     assert held == wanted, f"{load.request_id}: a load brought KV of other tokens, weights or heads"
 
     def compute_slots(self, layer: int, table: list[int], values: list[int], first: int, start: int) -> bool:
-        """Compute the slots from `start` on. Return whether those before, from `first` on, hold their prefix."""
+        """Compute the slots from `start` on. Return whether the slots `first` to `start` - 1 hold their prefix."""
         size, is_right = self.block_tokens, True
         for head in range(self.heads):
             slots, wanted = self.slots[layer, :, head, :, 0], [value + 100 * head for value in values]
@@ -451,7 +450,7 @@ class Engine:
         return is_right
 
     def compute_state(self, layer: int, table: list[int], values: list[int], first: int, start: int) -> bool:
-        """Replace a state by the value of the last token, in the block of that token. Return whether it was right."""
+        """Write the value of the last token to the block of this token. Return whether the old state was right."""
         states = self.slots[layer].view(self.blocks, -1)[:, :2]
         state = int(states[table[(start - 1) // self.block_tokens], 0]) if start else None
         states[table[(len(values) - 1) // self.block_tokens]] = values[-1]
@@ -472,7 +471,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wait_or_run(futures: list[Future[Any]], *limits: Any) -> None:
-    """A Task does not run by itself: instead of waiting for it, run some tasks at random."""
+    """Run some tasks at random instead of a wait, because a `Task` does not run by itself."""
     for future in futures:
         if isinstance(future, Task):
             future.slow.run_some()
@@ -614,7 +613,7 @@ def test_no_slot_holds_kv_of_other_weights(
 
 
 def test_a_request_that_begins_with_a_part_of_an_old_block_stores_nothing(model: Path, cluster: raykv.EmbeddedCluster):
-    """VLLM asks for a match at the start of that block, as if the request had no old KV."""
+    """VLLM calls the lookup only for the tokens before that block, as if the request had no old KV."""
     shape = {"kinds": "fs", "block_tokens": 2 * BLOCK_TOKENS}
     engine = Engine(model, cluster.address(0), random.Random(1), threads=True, **shape)
     start, prompt = list(range(BLOCK_TOKENS + 2)), [*range(BLOCK_TOKENS + 2), *range(50, 70)]
@@ -639,7 +638,7 @@ def test_a_request_that_begins_with_a_part_of_an_old_block_stores_nothing(model:
 
 
 def test_finished_requests_are_reported_to_the_nodes(model: Path, cluster: raykv.EmbeddedCluster):
-    """Each report names the chunks of the prompt. Aborted and handed-over requests are not reported."""
+    """Each report names the chunks of a prompt. Requests that were aborted or handed over are not reported."""
     reports: list[tuple[int, int]] = []
     store = cluster.nodes[0].store
     store.evictor.policies.on_request_done = lambda rows, tokens, now: reports.append((len(rows), tokens))
@@ -652,16 +651,16 @@ def test_finished_requests_are_reported_to_the_nodes(model: Path, cluster: raykv
         if len(engine.outputs.get("aborted", [])) > 20:
             engine.abort("aborted")
         engine.step()
-    engine.close()  # runs the calls that wait
+    engine.close()  # also runs the waiting calls
     assert reports == [(len(prompt) // BLOCK_TOKENS, 9)]
 
 
 def test_orders_of_a_step_whose_block_tables_vllm_has_dropped_save_nothing(model: Path, cluster: raykv.EmbeddedCluster):
-    """VLLM drops the block tables of a step once the connector has built its orders."""
+    """After the connector has built the orders of a step, vLLM drops the block tables of this step."""
     engine = Engine(model, cluster.address(0), random.Random(1))
     engine.add("one", list(range(23)), max_tokens=3, salt="")
     step = engine.scheduler.schedule()
-    while not step.num_scheduled_tokens:  # the lookup runs
+    while not step.num_scheduled_tokens:  # the lookup has not ended
         engine.calls.run_some()
         step = engine.scheduler.schedule()
     assert step.kv_connector_metadata.saves
@@ -670,7 +669,7 @@ def test_orders_of_a_step_whose_block_tables_vllm_has_dropped_save_nothing(model
 
 
 def test_a_handshake_that_a_multi_connector_has_lost_is_refused(model: Path, cluster: raykv.EmbeddedCluster):
-    """VLLM's MultiConnector passes on the first handshake of its connectors, and drops the others."""
+    """The MultiConnector of vLLM passes on only the first handshake of its connectors."""
     engine = Engine(model, cluster.address(0), random.Random(1))
     other = SimpleNamespace(get_handshake_metadata=KVConnectorHandshakeMetadata)
     multi = MultiConnector.__new__(MultiConnector)
@@ -682,7 +681,7 @@ def test_a_handshake_that_a_multi_connector_has_lost_is_refused(model: Path, clu
 
 
 def test_a_lookup_never_blocks_the_scheduler(model: Path, node: tuple[str, int]):
-    """While a stopped node does not answer one request's lookup, other requests are computed, and this one waits."""
+    """While a stopped node does not answer the lookup of one request, vLLM computes other requests."""
     address, pid = node
     engine = Engine(model, address, random.Random(1), threads=True, lookup_timeout_s=60.0)
     first, second = list(range(21)), list(range(50, 71))
@@ -706,7 +705,7 @@ def test_a_lookup_never_blocks_the_scheduler(model: Path, node: tuple[str, int])
 
 
 def test_chunks_in_this_hosts_memory_are_found_at_once(model: Path, node: tuple[str, int]):
-    """So their load is scheduled in the first step of the request, although the node is stopped."""
+    """The load is scheduled in the first step of the request, although the node is stopped."""
     address, pid = node
     engine = Engine(model, address, random.Random(1), threads=True, load_timeout_s=60.0)
     prompt = list(range(21))
@@ -727,7 +726,7 @@ def test_chunks_in_this_hosts_memory_are_found_at_once(model: Path, node: tuple[
 
 
 def test_a_request_is_recorded_on_a_thread(model: Path, node: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
-    """To record a request means a call to the node, also if the chunks are found in this host's memory."""
+    """A call to the node records the request, even if its chunks are found in this host's memory."""
     address, _ = node
     senders: list[threading.Thread] = []
     monkeypatch.setattr(Router, "send_trace", lambda router, requests: senders.append(threading.current_thread()))
@@ -768,7 +767,7 @@ def test_an_event_goes_out_for_each_stored_chunk(
             engine.step()
     for engine in engines:
         engine.run()
-    hashes = {  # all tokens that a hash covers
+    hashes = {  # hash -> all tokens that it covers
         block_hash: list(request.all_token_ids[: (place + 1) * BLOCK_TOKENS])
         for request in requests
         for place, block_hash in enumerate(request.block_hashes)
@@ -820,7 +819,7 @@ def test_parents_go_out_before_their_children(
 
 
 def known_to_a_router(events: list[BlockStored | BlockRemoved]) -> set[tuple[int | None, Any]]:
-    """Return (group, hash) of the blocks that a router takes for stored after these events."""
+    """Return (group, hash) of each block that is stored, according to these events."""
     known = set()
     for event in events:
         blocks = {(event.group_idx, each) for each in event.block_hashes}
@@ -859,7 +858,7 @@ def test_a_router_learns_which_chunks_are_gone(
     ends = {(group, each) for group, each in known if client.exists([each + suffixes[group]]).all()}
     if engine.chunk_blocks == 1:
         assert known == ends
-    else:  # a chunk that exists keeps its first blocks
+    else:  # a chunk that exists also has its first blocks
         assert len(ends) < len(known) <= engine.chunk_blocks * len(ends)
     assert deleted
     assert len(known) < len(known_to_a_router([event for event in engine.events if isinstance(event, BlockStored)]))
@@ -869,7 +868,7 @@ def test_a_router_learns_which_chunks_are_gone(
 def test_a_router_forgets_the_chunks_of_an_epoch_that_has_ended(
     model: Path, cluster: raykv.EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ):
-    """The engine reuses them no more. Those of its private epoch it does, until it states a revision."""
+    """After a reset, the engine no longer reuses old chunks. After a statement, it drops those of the private epoch."""
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     engine = Engine(model, cluster.address(0), random.Random(1), publishes=True)
     known: list[set[Any]] = []
@@ -902,7 +901,7 @@ def test_no_event_goes_out_for_a_skipped_chunk(
 
 
 def test_events_go_out_when_a_stopped_node_answers(model: Path, node: tuple[str, int]):
-    """Until then an idle engine makes steps, but not for ever."""
+    """An idle engine makes steps until the node answers, but not for ever."""
     address, pid = node
     engine = Engine(model, address, random.Random(1), threads=True, publishes=True, store_timeout_s=0.003)
     engine.add("first", list(range(21)), max_tokens=3, salt="")

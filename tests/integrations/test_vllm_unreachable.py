@@ -1,8 +1,8 @@
-"""A real engine whose chunks, and the owners of their keys, are on another node that stops answering.
+"""A real engine, and a far node that stops answering. The far node holds the chunks and owns their keys.
 
-The far node is a process of its own. It is stopped, so that connections to it are accepted and nothing is answered, or
-it is killed. No request may fail, all answers must be those of an engine without raykv, and no hook may wait for the
-far node. The time limit of a hook is far above the time of a hook, and below the time-outs of lookups and loads.
+The far node is a separate process. It is either killed, or stopped: a stopped node accepts connections and answers
+nothing. No request may fail, all answers must be those of an engine without raykv, and no hook may wait for the far
+node. The limit for a hook is far above its usual time, and below the timeouts of lookups and loads.
 """
 
 import os
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(model: Path) -> dict[str, list[list[int]]]:
-    """The answers of an engine without a cache."""
+    """Return the answers of an engine without a cache."""
     with Engine(model, None) as engine:
         return {moment: engine.answer(prompts) for moment, prompts in PROMPTS.items()}
 
@@ -57,7 +57,7 @@ def cluster() -> Iterator[raykv.EmbeddedCluster]:
 
 @pytest.fixture
 def far(cluster: raykv.EmbeddedCluster, shm_dir: Path) -> Iterator[NodeHandle]:
-    """A second node of the cluster, on another host, in a process of its own."""
+    """Run a second node of the cluster in another process, as if on another host."""
     storage = {"arena_nbytes": "64 MiB", "extent_nbytes": "1 MiB", "shm_dir": str(shm_dir)}
     fields = {"cluster": "embedded", "node_id": "far", "host": "far", "storage": storage, "heartbeat_s": 0.1}
     handle = NodeHandle(NodeConfig.load(fields), secret=bytes.fromhex(cluster.secret), membership=cluster.membership)
@@ -70,7 +70,7 @@ def far(cluster: raykv.EmbeddedCluster, shm_dir: Path) -> Iterator[NodeHandle]:
 
 @pytest.fixture(autouse=True)
 def no_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask a node again at once after it has not answered, so that each request can meet the stopped node."""
+    """Let clients call a node again right after a timeout, so that each request calls the stopped node."""
     monkeypatch.setattr(
         "raykv.client.router.ConnectionPool",
         lambda secret, breaker_s, max_idle: ConnectionPool(secret, breaker_s=0.0, max_idle=max_idle),
@@ -79,7 +79,7 @@ def no_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def longest(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """The seconds of the longest call of each hook so far."""
+    """Return a dictionary that maps each hook to the seconds of its longest call so far."""
     found: dict[str, float] = {}
 
     def timed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,9 +101,9 @@ def longest(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 class Moment:
-    """Calls functions once: at the begin of the next load, or when a part of it has arrived.
+    """Calls each given function once: at the start of the next load, or when a part of it has arrived.
 
-    Loads run on several threads at once, so each of them tries to pop the function.
+    Several threads load at the same time. The thread that pops a function calls it.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_far_node_that_is_stopped(
                 moment.at_load.append(lambda: stop_process(far.pid))
             elif name == "during the load":
                 moment.at_part.append(lambda: stop_process(far.pid))
-            else:  # the prompts are in the engine's cache, and only the far node knows that it has stored them
+            else:  # the engine has the prompts in its cache, and only the far node stores them
                 loaded = engine.counted("loaded_tokens", "far")
                 assert engine.answer(prompts) == answers[name]
                 assert engine.counted("loaded_tokens", "far") - loaded > 1000
@@ -175,10 +175,10 @@ def test_a_far_node_that_is_stopped(
             print(name, {hook: round(took_s, 4) for hook, took_s in longest.items() if took_s > 0.005})
             assert max(longest.values()) < HOOK_S, longest
             if params is None:
-                # A prompt whose first key the near node owns is found even when the far node is stopped already.
+                # The lookup finds a prompt whose first key the near node owns, although the far node is stopped.
                 assert name == "before the lookup" or engine.counted("lost_tokens") > lost
             os.kill(far.pid, signal.SIGCONT)
-            far.stats()  # it answers again
+            far.stats()  # waits until it answers again
         assert far.starts == 1
         assert engine.counted("loads", "partial") > 0, "nothing had arrived when the far node was stopped"
         assert engine.counted("errors") == 0
@@ -195,7 +195,7 @@ def test_a_far_node_that_is_killed_during_a_load(
     fill(model, cluster, far)
     moment = Moment(monkeypatch)
     with Engine(model, cluster.address(0), extra=TIMEOUTS) as engine:
-        moment.at_part.append(far.supervisor.kill)  # which ends the node, too
+        moment.at_part.append(far.supervisor.kill)  # this kills the node, too
         for name, prompts in PROMPTS.items():
             assert engine.answer(prompts) == answers[name]
         assert not moment.at_part

@@ -37,7 +37,7 @@ WAIT_S = 20.0
 
 
 class Clock:
-    """Stands still unless a test moves it."""
+    """A clock that stops, unless a test moves it."""
 
     def __init__(self) -> None:
         self.now_s, self.per_look_s = 100.0, 0.0
@@ -48,7 +48,7 @@ class Clock:
 
 
 class Bench:
-    """A worker's side over a small KV cache and a real client."""
+    """A worker's side with a small KV cache and a real client."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Bench:
         self.stats, self.clock = RayKVStats(), Clock()
         self.connection = Connection(open_client)
         self.worker = WorkerSide(
-            ConnectorConfig(**{"store_timeout_s": 5.0, **config}),  # patient, so that a busy machine skips nothing
+            ConnectorConfig(**{"store_timeout_s": 5.0, **config}),  # long, so that a busy machine skips nothing
             self.stats,
             cache=WorkerCache(
                 [
@@ -80,7 +80,7 @@ class Bench:
         )
 
     def save(self, first: int = 0, last: int = 6, *, cached: bool = False) -> str:
-        """Save chunks `first` to `last` - 1, chunk n from block n, and wait. Returns why chunks were skipped, or ""."""
+        """Save blocks `first` to `last` - 1 as chunks, and wait. Returns why chunks were skipped, or ""."""
         return self.save_all([order(first, last, cached=cached)])
 
     def save_all(self, saves: list[Save]) -> str:
@@ -172,7 +172,7 @@ def test_a_chunk_without_all_its_ranks_is_recomputed(cluster: raykv.EmbeddedClus
     bench = Bench(lambda: cluster.client(NAMESPACE), ranks=2)
     benches.append(bench)
     bench.save(0, 3)
-    for space, first in zip(bench.ranks, (3, 4), strict=True):  # the fourth chunk is there for one rank only
+    for space, first in zip(bench.ranks, (3, 4), strict=True):  # only one rank has the fourth chunk
         assert cluster.client(space).put(NAMES[first:], [bytes(2048)] * (6 - first)).stored == 6 - first
     assert bench.load() == {"r"}
     assert bench.worker.pop_failed_blocks() == {13, 14, 15}
@@ -198,7 +198,7 @@ def test_if_one_rank_fails_to_store_every_rank_reports_the_save(
 def test_an_idle_step_waits_less_than_a_hook_may_take_for_a_load(
     cluster: raykv.EmbeddedCluster, benches: list[Bench], monkeypatch: pytest.MonkeyPatch
 ):
-    """A hook may take 5 ms on the engine's thread, and a thread that sleeps wakes up late."""
+    """A hook may take 5 ms on the engine's thread. The wait is shorter, because a sleeping thread wakes up late."""
     bench = Bench(lambda: cluster.client(NAMESPACE))
     benches.append(bench)
     bench.save()
@@ -221,7 +221,7 @@ def test_a_load_is_done_batch_by_batch_up_to_the_first_that_is_missing(
     bench = Bench(lambda: cluster.client(NAMESPACE), DeviceLayout)
     benches.append(bench)
     bench.save(0, 3)
-    bench.save(4, 6)  # the fourth chunk is missing, so the last two are of no use
+    bench.save(4, 6)  # without the fourth chunk, the last two are useless
     assert bench.load() == {"r"}
     assert bench.arrived() == [0, 1, 2]
     assert bench.worker.pop_failed_blocks() == {13, 14, 15}
@@ -324,7 +324,7 @@ def test_a_full_arena_skips_and_says_why(benches: list[Bench]):
     with raykv.embedded(nodes=1, arena_nbytes="1 MiB", extent_nbytes="1 MiB") as small:
         other = small.client(NAMESPACE)
         other.put(["large"], [bytes(1 << 16)])
-        with other.pin(["large"]):  # takes the only extent for chunks of another size
+        with other.pin(["large"]):  # occupies the only extent with chunks of another size
             bench = Bench(lambda: small.client(NAMESPACE))
             benches.append(bench)
             assert bench.save() == "full"
@@ -366,7 +366,7 @@ def test_a_stopped_node_holds_no_step_up_and_is_used_again(node: tuple[str, int]
 
 
 def test_slots_for_the_saves_of_a_step_are_at_hand_when_it_ends(node: tuple[str, int], benches: list[Bench]):
-    """So even a node that stops during the forward pass costs no chunks."""
+    """Then no chunk is lost if the node stops during the forward pass."""
     address, pid = node
     client = raykv.connect(NAMESPACE, address=address)
     client.prepare(4096, 1)
@@ -375,11 +375,11 @@ def test_slots_for_the_saves_of_a_step_are_at_hand_when_it_ends(node: tuple[str,
     with raykv.connect(NAMESPACE, address=address) as other:
 
         def prepared() -> bool:
-            bench.worker.prepare([order()])  # every step does; a node that has just started lends nothing ahead
+            bench.worker.prepare([order()])  # as every step does, because a new node lends no slots by itself
             return other.stats()["nodes"]["n"]["lent_nbytes"] >= 6 * 4096
 
         wait_until(prepared)
-        other.stats()  # the slots are lent, and the answer has left by now
+        other.stats()  # its answer comes after the answer that lends the slots
     stop_process(pid)
     bench.save()
     assert bench.counted("stored_chunks") == {}, "the node has not answered"
@@ -405,7 +405,7 @@ def test_blocks_are_released_when_no_save_reads_them(cluster: raykv.EmbeddedClus
     for first in (0, 2, 4):
         bench.worker.save([order(first, first + 2)])
     wait_until(lambda: bench.worker.saving[0][2].running())
-    bench.worker.release({7, 8})  # no save reads these
+    bench.worker.release({7, 8})  # no save reads these blocks
     bench.worker.release({5, 9})  # the save of block 5 does not begin in time and is skipped
     waiting = threading.Thread(target=bench.worker.release, args=({0},))
     waiting.start()
