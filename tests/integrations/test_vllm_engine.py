@@ -50,10 +50,16 @@ def cluster() -> Iterator[raykv.EmbeddedCluster]:
 def fill(model: Path, cluster: raykv.EmbeddedCluster, node: int = 0, **arguments: Any) -> None:
     """Let an engine on that node compute and store all prompts."""
     with Engine(model, cluster.address(node), **arguments) as engine:
+        before = chunks_of(cluster)
         engine.answer(PROMPTS)
-        assert engine.counted("stored_chunks", "stored") > 0
         assert engine.counted("errors") == 0
     cluster.settle()
+    assert chunks_of(cluster) > before
+
+
+def chunks_of(cluster: raykv.EmbeddedCluster) -> int:
+    with cluster.client(raykv.Namespace(model="any")) as client:
+        return sum(node["chunks"] for node in client.stats()["nodes"].values())
 
 
 def test_an_engine_on_another_node_reuses_all_and_answers_the_same(
@@ -257,6 +263,11 @@ def test_a_ticket_names_the_nodes_from_which_the_prefill_engine_has_loaded(model
             prefill.answer([SHARED], count=1, params={"do_remote_decode": True, "do_remote_prefill": False})
             ((ticket,),) = [prefill.outputs[0].kv_transfer_params["raykv"]]
             assert ticket["runs"] == [{"node_id": "node-0", "chunks": len(SHARED) // BLOCK}]
+        ticket["runs"][0]["chunks"] = 1  # as if the other chunks were not committed in time
+        assert prefill.llm.reset_prefix_cache()
+        loaded = prefill.counted("reused_tokens")
+        prefill.answer([SHARED], params={"do_remote_prefill": True, "raykv": [ticket]})
+        assert prefill.counted("reused_tokens") - loaded == len(SHARED) // BLOCK * BLOCK
 
 
 def test_a_forged_ticket_is_a_miss(model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]):

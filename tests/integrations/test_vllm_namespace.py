@@ -505,7 +505,7 @@ def test_a_ticket_of_an_engine_that_stores_under_other_ranks_is_refused_by_name(
         }
         asked = Prompt(hashes, 0, 127)
         for size, other in ((1, 2), (2, 1)):
-            tickets = lookups[size].tickets(Scope(), hashes, 128)
+            tickets = lookups[size].tickets(Scope(), hashes, 128, found=[], computed=0)
             assert lookups[size].redeem(Scope(), asked, tickets).hit.tokens == 0
             with pytest.raises(raykv.NamespaceMismatch, match=rf"{size} tensor ranks.*under {other}.*'store_tp_size'"):
                 lookups[other].redeem(Scope(), asked, tickets)

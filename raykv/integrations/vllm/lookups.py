@@ -28,8 +28,9 @@ MAX_HASHES_AT_ONCE: Final = 1024
 IDLE_WAIT_S: Final = 0.001
 """A step without computation waits at most this long for a lookup. Without this wait the engine's thread would spin and
 hold the GIL, which the lookup needs."""
-HAND_OFF_WAIT_S: Final = 0.02
-"""`tickets` waits at most this long until the nodes have committed the last chunks of a prompt."""
+HAND_OFF_WAIT_S: Final = 0.003
+"""`tickets` waits at most this long until the nodes have committed the last chunks of a prompt. The decode engine looks
+up what a ticket does not name."""
 COMMIT_POLL_S: Final = 0.0005
 """While `tickets` waits, it looks into this host's memory at this interval."""
 
@@ -100,13 +101,18 @@ class Lookups:
             if len(prompt.hashes) > MAX_HASHES_AT_ONCE:
                 return self._threads.submit(self._ask, clients, prompt, record=record)
             here = self._search(clients, prompt, lambda client, names, _: client.locate(names, timeout_s=0.0))
-            if here.hit.tokens < self._most(prompt):
+            if not self.is_longest(here, prompt):
                 return self._threads.submit(self._ask, clients, prompt, record=record)
             if record and any(client.router.is_recording for client in clients.values()):
                 self._threads.submit(self._record, clients, prompt)  # a call to the node
         done = Future[Found]()
         done.set_result(here)
         return done
+
+    def is_longest(self, found: Found, prompt: Prompt) -> bool:
+        """Return whether a hit is as long as if all chunks were stored."""
+        everything = {group.index: _Everything() for group in self._groups.each}
+        return found.hit.tokens >= self._groups.longest(*prompt, everything).tokens
 
     def await_any(self, lookups: Sequence[Future[Found]]) -> None:
         """Wait up to IDLE_WAIT_S for the next of these lookups to end."""
@@ -195,11 +201,6 @@ class Lookups:
         return places
 
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _most(self, prompt: Prompt) -> int:
-        """Return the length of the hit if all chunks were stored."""
-        everything = {group.index: _Everything() for group in self._groups.each}
-        return self._groups.longest(prompt.hashes, prompt.computed, prompt.limit, everything).tokens
 
     def _record(self, clients: Mapping[Rank, "Client"], prompt: Prompt) -> None:
         """Add a request to the trace whose chunks were all found in this host's memory."""

@@ -21,7 +21,7 @@ from raykv.integrations.vllm.events import StoredEvents
 from raykv.integrations.vllm.groups import Group, Groups
 from raykv.integrations.vllm.hints import PARAMETER, HintSender, parse
 from raykv.integrations.vllm.hit_sources import hit_sources
-from raykv.integrations.vllm.lookups import Found, Lookups, Prompt
+from raykv.integrations.vllm.lookups import NOTHING, Found, Lookups, Prompt
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import RayKVStats
@@ -277,17 +277,18 @@ class SchedulerSide:
         # A ticket names only chunks of the prompt. After a preemption, the request may also need chunks with generated
         # tokens, so the owners are asked.
         tickets = None if tracked.admission else _tickets_of(tracked.request)
-        if tickets:
-            found = self._lookups.redeem(tracked.scope, prompt, tickets)
-        else:
-            if tracked.asking is None or tracked.asking[0] != prompt.computed:
-                asking = self._lookups.begin(tracked.scope, prompt, record=tracked.lookup is None)
-                tracked.asking = prompt.computed, asking
-            if not tracked.asking[1].done():
-                return None
-            asking, tracked.asking = tracked.asking[1], None
-            found = asking.result()
-        self._stats.count("lookups", 1, ("ticket" if tickets else "hit") if found.hit.tokens else "miss")
+        named = self._lookups.redeem(tracked.scope, prompt, tickets) if tickets else NOTHING
+        if tickets and self._lookups.is_longest(named, prompt):
+            self._stats.count("lookups", 1, "ticket")
+            return named
+        if tracked.asking is None or tracked.asking[0] != prompt.computed:
+            tracked.asking = prompt.computed, self._lookups.begin(tracked.scope, prompt, record=tracked.lookup is None)
+        if not tracked.asking[1].done():
+            return None
+        asking, tracked.asking = tracked.asking[1], None
+        found = max(named, asking.result(), key=lambda each: each.hit.tokens)
+        outcome = "ticket" if found is named else "hit"
+        self._stats.count("lookups", 1, outcome if found.hit.tokens else "miss")
         return found
 
     def _report(self, tracked: Tracked) -> None:
