@@ -181,7 +181,7 @@ def test_hits_are_those_of_the_reference(name, rng):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), [("arc", 0.01), ("s3fifo", 0.002)])
 def test_hits_differ_little_from_the_reference(name, tolerance, rng):
-    """Hits may differ: the reference knows that a chunk returns before it makes room, and the policy only later."""
+    """Hits may differ: when room is made for a chunk, only the reference knows whether it was evicted before."""
     for _ in range(8):
         accesses, size = skewed(rng, 4000), rng.randrange(10, 500)
         share = REFERENCES[name](accesses, size) / len(accesses)
@@ -285,7 +285,7 @@ def test_s3fifo_gives_second_chances_in_batches_too():
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_policy_can_start_from_the_columns(name, rng):
-    """A policy starts from the chunks in memory after a restart, or when it replaces another policy."""
+    """After a restart, or when it replaces another policy, a policy starts from the chunks in memory."""
     cache = Cache(policy("leaf_lru"), 200, 2000)
     for now in range(1, 60):
         first = rng.randrange(1900)

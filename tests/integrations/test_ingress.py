@@ -23,7 +23,7 @@ Attempt = list[Any]
 
 
 class Workers:
-    """A deployment handle with scripted answers. Each attempt is a list of responses; an exception in it is raised."""
+    """A deployment handle with scripted answers. Each attempt is a list of responses and of exceptions to raise."""
 
     def __init__(self, *attempts: Attempt) -> None:
         self.attempts = list(attempts)

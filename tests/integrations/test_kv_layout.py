@@ -87,7 +87,7 @@ def test_it_is_imported_without_torch_and_without_an_engine():
 
 
 def cut(layers: dict[str, torch.Tensor], order: str, number: int, parts: int) -> dict[str, torch.Tensor]:
-    """Make the cache of a worker that has only one of several equal parts of the heads, with axes in `order`."""
+    """Copy part `number` of the heads, of `parts` equal parts, into new layers with axes in `order`."""
     blocks, heads, tokens, content = next(iter(layers.values())).shape
     shape, few = dict(zip(AXES, (len(layers), blocks, heads // parts, tokens, content), strict=True)), heads // parts
     empty = torch.zeros([shape[axis] for axis in order], dtype=torch.bfloat16)
@@ -98,7 +98,7 @@ def cut(layers: dict[str, torch.Tensor], order: str, number: int, parts: int) ->
 
 
 def random_caches(order: str, rng: random.Random) -> tuple[dict[str, torch.Tensor], int]:
-    """Make layers of a random shape, and draw into how many parts to divide their heads."""
+    """Make layers of a random shape. Also returns a random number of equal parts into which their heads divide."""
     parts, few = rng.choice([2, 3, 4]), rng.choice([1, 2])
     sizes = (rng.randint(1, 3), BLOCKS, parts * few, rng.choice([1, 4, 16]), rng.choice([2, 10]))
     shape = dict(zip(AXES, sizes, strict=True))
@@ -111,7 +111,7 @@ def random_caches(order: str, rng: random.Random) -> tuple[dict[str, torch.Tenso
 @pytest.mark.parametrize("kind", ["cpu", "device"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_part_of_the_heads_is_what_a_worker_with_these_heads_has(order: str, kind: str):
-    """Both have equal descriptions and read and write equal bytes. So engines of both sizes share chunks."""
+    """Their layouts have equal descriptions and read and write equal bytes, so both kinds of workers share chunks."""
     seed = random.randrange(1 << 30)
     rng, make = random.Random(seed), Layout if kind == "cpu" else DeviceLayout
     for _ in range(4):

@@ -2,8 +2,8 @@
 
 Everything runs in this process. The model is small, but its random weights are so large that a wrong key or value
 changes the answer. In float32, an engine that loads a prefix gives the same tokens as one that computes everything. In
-bfloat16, it gives the same tokens as an engine that finds the prefix in its own cache. By rounding, even these tokens
-may differ from those of a full computation.
+bfloat16, a full computation may give other tokens because of rounding, even without raykv. There, an engine that loads
+a prefix gives the same tokens as one that finds the prefix in its own cache.
 """
 
 import json
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_full_collections")]
 SHARED = prompt(0, 300)
 PROMPTS = [SHARED, prompt(1, 45, after=SHARED[:200]), prompt(2, 20), prompt(3, 257), prompt(4, 33)]
 COMMON = 200 // BLOCK * BLOCK
-"""Number of tokens that two prompts share. After the load for one prompt, the engine need not load them again."""
+"""Number of tokens that the first two prompts share. Loaded for one of these prompts, they serve the other."""
 FULL = sum((len(one) - 1) // BLOCK * BLOCK for one in PROMPTS)
 
 
@@ -311,7 +311,7 @@ def test_the_failure_policy_of_a_multi_connector_counts(model: Path, cluster: ra
 def test_it_works_and_reports_inside_a_multi_connector(
     model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]
 ):
-    """MultiConnector looks up its connectors by name alone, and an unknown name stops the engine."""
+    """MultiConnector looks up its connectors by name alone. If raykv's name were unknown, the engine would stop."""
     fill(model, cluster)
     with Engine(model, cluster.address(0), transfer=multi_connector(cluster.address(0))) as engine:
         assert engine.answer(PROMPTS) == answers

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_full_collections")]
 PROMPTS = [prompt(0, 300), prompt(1, 150)]
 FULL = sum((len(one) - 1) // BLOCK * BLOCK for one in PROMPTS)
 WARM_UP = [prompt(9, 5)]
-"""A prompt that causes a step and fills no block. Statements reach the scheduler's side with the output of a step."""
+"""A prompt that fills no block. It causes a step, with whose output a statement reaches the scheduler's side."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def answers(models: list[Path]) -> list[list[list[int]]]:
-    """Return the answers of each revision without a cache."""
+    """Return the answers that each revision gives without a cache."""
     found = []
     for model in models:
         with Engine(model, None) as engine:
@@ -56,7 +56,7 @@ def cluster() -> Iterator[raykv.EmbeddedCluster]:
 
 
 class Own(Engine):
-    """One of several engines in this process. vLLM has only one place for a worker's connector in each process."""
+    """One of several engines in this process, where vLLM has only one variable for the connector of a worker."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
@@ -64,7 +64,7 @@ class Own(Engine):
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
 
     def use(self) -> Engine:
-        """Put this engine's connector in that place. Call this before the engine runs."""
+        """Set vLLM's variable to this engine's connector. Call this before the engine runs."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self._agent
         return self
 
@@ -101,7 +101,7 @@ def test_engines_share_only_kv_of_the_weights_that_they_have(
         assert second.answer(PROMPTS) == answers[1]
         assert second.reused_tokens() == 0
         cluster.settle()
-        first.use().llm.reset_prefix_cache()  # only its own cache: raykv still has the KV of its weights
+        first.use().llm.reset_prefix_cache()  # empties only the engine's own cache; raykv keeps the KV
         assert first.answer(PROMPTS) == answers[0]
         assert first.reused_tokens() == FULL
 
@@ -168,7 +168,7 @@ def test_sleep_and_wake_up(models: list[Path], cluster: raykv.EmbeddedCluster, a
             assert engine.counted("reused_tokens") == reused
 
 
-# -- the parts --------------------------------------------------------------------------------------------------------
+# -- without an engine ------------------------------------------------------------------------------------------------
 
 
 def test_a_statement_ends_only_the_private_epoch_before_it():

@@ -1,4 +1,4 @@
-"""KV events and sources of hits: the reports of ranks, the published events, and what a consumer receives."""
+"""KV events: the reports of ranks, the published events, and what a consumer receives. Also the sources of hits."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -67,7 +67,7 @@ class Bench:
         self.request, self.size = request(salt=salt), TOKENS * chunk_blocks
 
     def order(self, first: int, last: int) -> int:
-        """Order a save of chunks `first` to `last` - 1. Returns its number."""
+        """Order a save of chunks `first` to `last` - 1. Returns the number of the save."""
         return self.add(first, last).number
 
     def add(self, first: int, last: int) -> Save:
@@ -165,7 +165,7 @@ def test_an_idle_engine_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
 
 
 class Held:
-    """Replaces a client. This host's memory has the given keys."""
+    """Replaces a client that finds the given keys, and no others, in the memory of its host."""
 
     def __init__(self, *held: int) -> None:
         self.held = held
@@ -229,7 +229,7 @@ def consumer() -> Iterator[Any]:
 
 
 def test_a_consumer_of_vllms_events_learns_what_other_engines_find(tmp_path: Path, consumer: Any):
-    """The last chunks of the prompt are stored when the request has ended and the engine is idle."""
+    """Includes the last chunks of the prompt, which are stored only after the request, when the engine is idle."""
     model, document = write_model(tmp_path / "toy", seed=0), prompt(1, 500)
     endpoint = "inproc://raykv-events"
     publishing = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)

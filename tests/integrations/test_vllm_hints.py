@@ -150,7 +150,7 @@ def test_hints_can_be_switched_off():
 
 
 def turn(prompt: str = "", generated: str = "") -> Turn:
-    """Make a turn. Each letter has one hash: the text up to and including the letter."""
+    """Make a turn with one hash for each letter. The hash is the text up to and including this letter."""
     text = prompt + generated
     hashes = [text[: end + 1].encode() for end in range(len(text))]
     return Turn(hashes[: len(prompt)], hashes[len(prompt) :])
@@ -185,7 +185,7 @@ def test_sessions_are_bounded():
     ("prompt", "generated", "superseded"),
     [
         ("systemQ1answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # the template dropped the reasoning
-        ("systemQ*answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # it also changed the end of the prompt
+        ("systemQ*answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # it (the template) also changed the prompt's end
         ("systemQ1<thi>answer1Q2", "more", []),  # the next turn reads the reasoning
         ("systemQ1", "other", []),  # another answer to the same prompt: both may be continued
         ("systemX1answer1Q2", "more", []),  # another conversation of the session
@@ -263,7 +263,7 @@ def prompt_of(seed: object, tokens: int = 8 * toy.BLOCK_TOKENS) -> list[int]:
 
 
 def fill(agent: Agent) -> None:
-    """Store other chunks, enough to fill the node's memory twice."""
+    """Store chunks of other prompts, enough to fill the node's memory twice."""
     for number in range(2 * SLOTS // 8):
         agent.run(prompt_of(f"filler {number}"))
 

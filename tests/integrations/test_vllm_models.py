@@ -5,9 +5,9 @@ engine gets up to 50 requests at once, which begin with parts of the documents. 
 as much as an engine without raykv finds in its own cache. The next engine has such a small KV cache that requests are
 preempted. Some of its requests are aborted, for example during a load.
 
-In float32, all answers must equal those of the engine without raykv. In bfloat16, rounding depends on the batch. So an
-answer may differ where that engine had two tokens of nearly equal probability. But a request that runs alone must give
-the same bits after a load as after a hit in the engine's own cache.
+In float32, all answers must equal those of the engine without raykv. In bfloat16, rounding depends on the batch, so an
+answer may differ where the two likeliest tokens had nearly equal probabilities in the engine without raykv. But a
+request that runs alone must give the same bits after a load as after a hit in the engine's own cache.
 """
 
 import json
@@ -55,8 +55,8 @@ class Kind:
         lengths: (Least, greatest) number of tokens of a document.
         count: Number of requests to the engine with the large KV cache.
         pressed: Number of requests to the engine with the small KV cache.
-        long: Tokens of each answer of the small engine. They exceed a block, because a request can be preempted when it
-            needs a new block.
+        long: Number of tokens in each answer of the engine with the small KV cache. It exceeds a block, because a
+            request can be preempted only when it needs a new block.
     """
 
     write: Callable[[Path], Path]
@@ -142,7 +142,7 @@ def requests(documents: list[list[int]], count: int, seed: int) -> list[list[int
 
 
 def check_same(got: list[Any], plain: list[Any], exact: bool) -> None:
-    """Check that two engines gave the same answers. Unless `exact`, nearly equal tokens may be exchanged."""
+    """Check that two engines gave the same answers. Unless `exact`, tokens of nearly equal probability may differ."""
     for mine, theirs in zip(got, plain, strict=True):
         answer, expected = list(mine.outputs[0].token_ids), list(theirs.outputs[0].token_ids)
         if answer == expected:
@@ -171,8 +171,8 @@ class Ladder:
     """The documents, the requests, and the answers of an engine without raykv.
 
     Attributes:
-        reusable: Number of tokens of the requests that this engine found in its own cache. On CPU, vLLM has no prefix
-            cache for latents. For these models it is the number of tokens in whole blocks of the documents.
+        reusable: Number of tokens of the requests that the engine without raykv found in its own cache. For models with
+            latents, which vLLM does not cache on CPU, the number of tokens in whole blocks of the documents instead.
         answers: Answers to all requests.
         long_answers: Longer answers to the first `kind.pressed` requests.
     """
@@ -269,7 +269,7 @@ def test_all_requests_are_answered_the_same_under_pressure(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_load_equals_the_engines_own_prefix_hit_bit_for_bit(name: str, tmp_path: Path):
-    """On CPU, vLLM has no prefix cache for latents. So with latents, the hit of the first engine is a load, too."""
+    """For models with latents, both compared hits are loads, because vLLM does not cache latents on CPU."""
     kind = KINDS[name]
     model = kind.write(tmp_path / "toy")
     document = prompt(1, kind.lengths[1])

@@ -230,7 +230,7 @@ def test_what_leaves_the_bytes_as_they_are_does_not_count(model: Path, fields: d
 
 
 def test_conditions_and_scopes_never_share_a_key(model: Path, tmp_path: Path):
-    """All pairs differ. It is not enough that each differs from the plain one."""
+    """Compares all pairs, not only each condition with the plain one."""
     plain = namespace(engine(model))
     adapter = write_model(tmp_path / "adapter", name="adapter_model.safetensors")
     scopes = [Scopes().of(each) for each in (request(), request(salt="x"), request(lora=("x", adapter)))]

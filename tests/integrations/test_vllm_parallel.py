@@ -92,7 +92,7 @@ def test_engines_with_one_and_two_ranks_share_what_they_store(
 
 
 def events_of(engine: Engine) -> Callable[[], list[int]]:
-    """Return a function that waits for all KV events of raykv since its last call, and returns their tokens."""
+    """Return a function that runs the engine until it is idle, and returns the tokens of raykv's new KV events."""
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     batches: list[KVEventBatch] = []
     scheduler.kv_event_publisher.publish = batches.append

@@ -36,7 +36,7 @@ def stored(hashes: list[bytes], *, group: int = 0, locality: str = "LOCAL") -> B
 
 
 class Bench:
-    """`Removals` with one client for each rank, and without a thread. A test makes the checks."""
+    """`Removals` with one client for each rank. It has no thread: checks happen only when a test calls for them."""
 
     def __init__(self, *clients: raykv.Client) -> None:
         ranks: dict[Rank, raykv.Client] = {(0, place): client for place, client in enumerate(clients)}
@@ -197,7 +197,7 @@ def test_events_name_the_group_and_the_locality_of_the_stored_event():
 
 
 def test_a_block_is_removed_with_the_last_chunk_that_names_it(bench: Bench, cluster: raykv.EmbeddedCluster):
-    """If two prompts differ only after the first block of a chunk, both of their chunks have this block."""
+    """Two prompts that differ only after the first block of a chunk have two chunks with the same first block."""
     (client,) = bench.clients
     ends = [b"2", b"2'"]
     client.put(ends, [bytes(NBYTES)] * 2, chained=False)

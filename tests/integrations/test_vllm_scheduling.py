@@ -1,9 +1,9 @@
 """Both of vLLM's schedulers over a toy model: every slot of the KV cache must hold the hash of its prefix.
 
 The slot of a token holds a hash of all tokens up to this token, in the key cache of each layer. Before a step computes
-anything, all slots that it reads are compared with the hashes that they must hold. So the test finds at once a block
-that was loaded wrongly, too late or into the wrong place, or was saved before it was full. Requests, the ends of loads,
-and aborts are random. There are so few blocks that requests are often preempted.
+anything, all slots that it reads are compared with the hashes that they must hold. So the test finds every wrong load
+(other bytes, too late, or into the wrong place) at once, and every block that was saved before it was full. Requests,
+the ends of loads, and aborts are random. There are so few blocks that requests are often preempted.
 """
 
 import json
@@ -70,7 +70,7 @@ from tests.support.nodes import stop_process, wait_until  # noqa: E402
 pytestmark = pytest.mark.vllm
 
 BLOCK_TOKENS, BLOCKS, LAYERS = 4, 40, 2
-WINDOW = 7  # tokens: the current one, and the last 1 or 2 whole blocks
+WINDOW = 7  # tokens: the current one and the 6 before it, in its own block and in the 1 or 2 blocks before
 VOCABULARY = 100
 SPECIES = 12  # number of different prefixes of prompts
 
@@ -90,9 +90,11 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class Running:
-    """A request in the model runner. Its block table has one list for each group.
+    """A request in the model runner.
 
-    A mixed request reads KV of old weights, so everything that it computes is wrong.
+    Attributes:
+        tables: For each group, the list of the request's blocks.
+        mixed: Whether the request reads KV of old weights. Everything that it computes is then wrong.
     """
 
     tokens: list[int]
@@ -223,7 +225,7 @@ class Engine:
             kv_cache_groups=groups,
             hash_block_size=BLOCK_TOKENS,
         )
-        # Layers n of all groups use the same memory, because the groups take their blocks from one pool.
+        # Layer n of every group uses the same memory, because the groups take their blocks from one pool.
         self.slots = torch.full((LAYERS, self.blocks, self.heads, block_tokens, 2), -1, dtype=torch.int64)
         self.calls = Slow(rng)
         with pytest.MonkeyPatch.context() as patch:
@@ -307,7 +309,7 @@ class Engine:
         del self.outputs[name]
 
     def reset(self, weights: int, *, preempt: bool) -> bool:
-        """Reset the caches and change the weights. Return False if vLLM refuses, because loads are in flight.
+        """Reset the caches and change the weights. Return False if loads are in flight, because vLLM then refuses.
 
         Without `preempt`, running requests go on with KV of the old weights, and vLLM does not clear its own cache.
         """
