@@ -186,7 +186,8 @@ class Engine:
         With `threads`, lookups, loads and saves run on the connector's own threads. With `publishes`, the connector's
         KV events are appended to `events`.
         """
-        patient = {"store_timeout_s": 5.0, "load_policy": "always"}  # so that a busy machine skips nothing
+        # so that a busy machine skips nothing
+        patient = {"store_timeout_s": 5.0, "lookup_timeout_s": 5.0, "load_policy": "always"}
         config = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
