@@ -152,7 +152,7 @@ def _name(namespace: Namespace) -> str:
 
 
 def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace:
-    """Find a namespace. `text` is the namespace's fields as JSON, or its model's name. None: the only one in use.
+    """Find a namespace. `text`: its fields as JSON, or its model's name; None if there is only one namespace.
 
     With `new`, the error message also explains how to name a namespace that is not in use yet.
     """

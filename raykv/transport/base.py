@@ -27,7 +27,7 @@ previous one. So a generator can hash a run while its bytes are in the CPU cache
 
 @dataclass(slots=True)
 class ChunkRun:
-    """Buffers of several chunks. One call of `Stream.fill` fills them in order. Compiled code may hash the bytes too.
+    """Buffers of several chunks. One call of `Stream.fill` fills them in order, and may also hash the bytes.
 
     Attributes:
         chunks: The buffers of each chunk. Iterating over the run yields the buffers of all chunks.
@@ -60,7 +60,7 @@ class Reply:
         outgoing: Chunk bytes to send after the answer. This memory must not change until `finish` is called.
         incoming: Buffers for the bytes that the client sends after the answer.
         finish: The transport calls this function exactly once: with True after all bytes were transferred, with False
-            after a failure. If the function returns an answer, the transport sends that answer too.
+            after a failure. If the function returns an answer, the transport sends it as a second answer.
     """
 
     answer: Answer
@@ -90,7 +90,7 @@ class Service(Protocol):
         ...
 
     def answer(self, request: Message, session: Session) -> Reply:
-        """Serve one request. An error is returned as an answer. An exception is a bug."""
+        """Serve one request. Every error is returned as an answer; raising an exception would be a bug."""
         ...
 
 

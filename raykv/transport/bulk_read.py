@@ -72,7 +72,7 @@ class ReadProgress:
         return [self.targets[place] for place in places]
 
     def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
-        """Split indices into parts of at most `keys` chunks and `nbytes` bytes. A larger chunk gets its own part."""
+        """Split indices into parts of at most `keys` chunks and `nbytes` bytes. A chunk of more bytes gets a part of its own."""
         parts: list[list[int]] = []
         room = 0
         for place in places:
@@ -111,7 +111,7 @@ class ReadRun:
         gone: Indices of the chunks that the holder was expected to have, but does not have.
         corrupt: Indices of the chunks whose bytes did not match the checksum. The holder is asked to check the chunks.
         other_size: Indices of the chunks whose length at the holder differs from the buffer's.
-        named: Maps the index of a chunk to the other holders that the owner named. The tuple may be empty.
+        named: Maps the index of a chunk to the holders that the owner named, without `holder`. May map to ().
         path: The data path of the current attempt.
     """
 
@@ -200,7 +200,7 @@ class BulkRead:
         yield from self._fill(places, checksums)
 
     def _add_absent(self, places: list[int], reading: messages.Reading) -> None:
-        """Record the chunks that the node does not have, and the holders of these chunks if the node names holders."""
+        """Record the chunks that the node does not have. With `run.locate`, record also which holders the node names."""
         run = self._run
         if not run.locate:
             run.gone += places
@@ -214,7 +214,7 @@ class BulkRead:
             self._named_any |= bool(holders)
 
     def _fill(self, places: list[int], checksums: bytes) -> Targets:
-        """Yield the buffers of these chunks. Check the chunks after the transport has filled the buffers."""
+        """Yield the buffers of the chunks at `places`. Check the chunks after the transport has filled the buffers."""
         if places:
             progress = self._run.progress
             sizes = [progress.sizes[place] for place in places]

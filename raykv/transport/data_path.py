@@ -134,7 +134,7 @@ class ShmPath(DataPath):
             raise LostError(f"the memory of {member.node_id!r} cannot be mapped here")
         run.begin("shm")
         absent = self._copy(reader, run, run.missing)
-        if not run.locate:  # with `locate`, the caller looks up the holders of absent chunks instead
+        if not run.locate:  # with `locate`, nothing is promoted: the caller looks up the holders
             if absent and (member.node_id, member.incarnation) in self._tiered:
                 absent = self._promote(member, reader, run, absent, deadline_s)
             run.gone = absent
@@ -165,7 +165,7 @@ class ShmPath(DataPath):
     def _promote(
         self, member: Member, reader: ShmReader, run: ReadRun, places: list[int], deadline_s: float
     ) -> list[int]:
-        """Ask a node to promote chunks, and copy each part while the node promotes the next part.
+        """Ask a node to promote chunks, part by part. Copy each part while the node promotes the next one.
 
         Returns:
             Indices of the chunks that were not promoted.

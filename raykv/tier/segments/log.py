@@ -22,7 +22,7 @@ from raykv.tier.segments.format import BATCH, Counts, Record, blocks_of, joined,
 from raykv.tier.segments.requests import Item, entries_of
 
 SPARE_SEGMENTS: Final = 2
-"""If fewer segments than this are free, one is made or reclaimed. New chunks need one, and moved chunks another."""
+"""If fewer segments than this are free, another one is made or reclaimed. New chunks and moved chunks each need one."""
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Segment:
 
     Attributes:
         sequence: Position in the order in which segments were opened; 0 while free.
-        live_nbytes: Bytes of its chunks that are in the index.
+        live_nbytes: Total size of those of its chunks that are in the index.
         readers: Number of reads of this segment that are queued or running.
         end: First block of the next batch.
         placed: Number of batches so far.
@@ -136,7 +136,7 @@ class Log:
         """Whether a batch fits into the open segment, and leaves room for the summary.
 
         Args:
-            counts: What the record of the batch lists.
+            counts: Numbers of what the record of the batch lists.
             blocks: Length of the chunks of the batch, in blocks.
         """
         segment = self.open

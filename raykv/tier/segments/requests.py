@@ -66,9 +66,9 @@ class Item:
     Attributes:
         view: Bytes of the chunk, padded to a whole block.
         text: Quota group as JSON.
-        request: The call of `Tier.write` to which the chunk belongs, or the move out of a segment.
+        request: The call of `Tier.write`, or the move out of a segment, to which the chunk belongs.
         place: Position of the chunk in `request`.
-        moved_from: The segment out of which the chunk is moved, as in `Index.segment`. -1: a caller stores the chunk.
+        moved_from: Number (as in `Index.segment`) of the segment that the chunk leaves; -1 for a call of `Tier.write`.
         cancelled: Whether the chunk was deleted after it was queued.
     """
 
@@ -86,7 +86,7 @@ class WriteQueue:
 
     Attributes:
         largest_nbytes: Size of the largest chunk that the tier takes.
-        quotas: Quotas in bytes, by number of the quota group on this node.
+        quotas: Quota in bytes of each quota group, by the group's number on this node.
         queue: Chunks to be written that are not in a batch yet.
         coming: Chunks queued or being written, by key.
     """
@@ -186,7 +186,7 @@ class Piece(NamedTuple):
     """A chunk to be read.
 
     Attributes:
-        row, segment, block, nbytes, checksum: Row of the chunk in the index, and its values there.
+        row, segment, block, nbytes, checksum: Row of the chunk in the index, and the values in this row.
         offset: Where to put the chunk in the arena.
         place: Position of the chunk in its request.
     """
@@ -220,7 +220,7 @@ class Run:
         return right
 
     def enter(self, right: Bits, queue: WriteQueue) -> Rows:
-        """Count the bytes and reads of the `right` chunks. Returns the rows of the others that the index still has."""
+        """Count bytes and reads of the `right` chunks. Returns the rows of the wrong chunks that are still in the index."""
         index, columns = queue.index, queue.index.columns
         rows, segments, blocks, nbytes, checksums = np.array([piece[:5] for piece in self.pieces], np.uint64).T
         rows = rows.astype(np.int32)
@@ -238,7 +238,7 @@ class Run:
 def runs_of(
     index: Index, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], request: Request
 ) -> list[Run]:
-    """Make runs for those chunks that are still as in `found`. Each run reads chunks that are adjacent on the disk."""
+    """Make runs for the chunks that have not changed since `found`. A run reads chunks that are adjacent on the disk."""
     rows, columns = index.find(keys, now_s=time.time()), index.columns
     fields: list[Array] = [index.segment, columns.page, columns.nbytes, columns.checksum]
     values = zip(rows.tolist(), *(field[rows].tolist() for field in fields), offsets, range(len(keys)), strict=True)

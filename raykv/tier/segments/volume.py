@@ -36,7 +36,7 @@ class Volume:
         """Create the directory if it is missing, and lock it for this process. May be called again.
 
         Raises:
-            ConfigError: Another process uses the directory, or O_DIRECT is required and refused.
+            ConfigError: Another process uses the directory, or O_DIRECT is required and the file system refuses it.
             OSError: The directory cannot be used now.
         """
         self.close()
@@ -70,7 +70,7 @@ class Volume:
         }
 
     def make(self, number: int) -> None:
-        """Create a segment file, or extend a short one to full length. If this fails, a new file is removed again."""
+        """Create a segment file, or extend a short one to full length. If this fails, a created file is removed."""
         path = self._path(number)
         existed = path.exists()
         with self._file(number, os.O_CREAT) as fd:
@@ -86,7 +86,7 @@ class Volume:
         self._path(number).unlink(missing_ok=True)
 
     def write(self, number: int, offset: int, buffers: Sequence[memoryview], *, sync: bool = False) -> int:
-        """Write buffers one after another. Offset, addresses and lengths must be multiples of a block.
+        """Write buffers one after another. `offset`, and the buffers' addresses and lengths, must be multiples of a block.
 
         `sync` calls fdatasync, so that the whole segment survives a power cut. Returns the number of bytes written.
         """
@@ -99,7 +99,7 @@ class Volume:
         return nbytes
 
     def read(self, number: int, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers, aligned as for `write`. Returns the number of bytes read, which is lower at the file's end."""
+        """Fill buffers, aligned as for `write`. Returns the number of bytes read: fewer if the file ends."""
         with self._file(number) as fd:
             nbytes = transfer(os.preadv, fd, buffers, offset)
             if not self.direct:
@@ -125,7 +125,7 @@ class Volume:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory that only this user may enter. Missing parents are created too."""
+    """Create a directory that only this user may enter. Missing parents get the default permissions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
 

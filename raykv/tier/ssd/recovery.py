@@ -1,8 +1,8 @@
 """Recovery: finds the chunks on a drive when the drive starts. See `raykv.tier.ssd.tier`.
 
-First, several threads read the records of all segments: the summary of a sealed segment, or all batches of an unsealed
+First, several threads read all segments: the summary of a sealed segment, or the records of all batches of an unsealed
 one. In an unsealed segment, chunks with a wrong checksum (a torn write) are left out. Then one thread enters the chunks
-into the index, the newest segment first. A key is left out if a newer segment or a newer tombstone has it.
+into the index, the newest segment first. A chunk is left out if a newer segment has its key, or a tombstone for it.
 
 Each step is a task, which a thread of the drive runs. An error turns the drive off.
 """
@@ -91,7 +91,7 @@ class Recovery:
         for number, record, sealed in found:
             for text in record.texts:
                 if text not in numbers:
-                    numbers[text] = shared.groups.number(text)  # acquires the node's lock, so not under the tier's
+                    numbers[text] = shared.groups.number(text)  # not under the tier's lock: acquires the node's
             entries = living(record)
             with shared.lock:
                 if epoch != drive.epoch:
@@ -106,7 +106,7 @@ class Recovery:
     def _enter(
         self, number: int, record: Record, entries: Array, groups: Sequence[int | None], *, sealed: bool
     ) -> None:
-        """Enter a segment's chunks into the index. `groups`: the number of each of `record.texts`; None without one."""
+        """Enter a segment's chunks into the index. `groups`: for each of `record.texts` its number, or None."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         segment = drive.log.add_found(number, sealed=sealed, record=record)
         dropped = self._dropped | drive.dropped.keys()

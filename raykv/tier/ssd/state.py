@@ -46,7 +46,7 @@ class Content:
         deleted: Deleted keys, for tombstones.
         dropped: Dropped quota groups as JSON, for tombstones.
         items: Chunks of the batch.
-        blocks: Length of the chunks in blocks.
+        blocks: Length of all chunks together, in blocks.
         texts: Quota groups of the chunks as JSON.
     """
 
@@ -58,7 +58,7 @@ class Content:
     texts: frozenset[bytes] = frozenset()
 
     def counts(self, item: Item | None = None) -> Counts:
-        """Return what the record of the batch lists. With `item`: what it would list after adding this chunk."""
+        """Count what the record of the batch lists. With `item`: what it would list after adding this chunk."""
         texts = self.texts.union(self.dropped, [item.text] if item else [])
         return Counts(len(self.items) + (item is not None), len(self.deleted), len(self.dropped), texts)
 
@@ -208,7 +208,7 @@ class Shared(WriteQueue):
         return len(rows)
 
     def _segments_of(self, rows: Rows) -> tuple[list[Segment], npt.NDArray[np.intp]]:
-        """Return the segments of some rows without duplicates, and for each row the position of its segment there."""
+        """Return the segments of `rows`, each segment once, and for each row the position of its segment among them."""
         identities, positions = np.unique(self.index.segment[rows], return_inverse=True)
         segments = [self.drives[each // SEGMENTS].log.segments[each % SEGMENTS] for each in identities.tolist()]
         return segments, positions
@@ -236,7 +236,7 @@ class Shared(WriteQueue):
         self.remove(index.rows_where(index.expired(index.used(), now_s=time.time())), tombstones=False)
 
     def disown(self, drive: Drive, key: bytes) -> None:
-        """Queue a tombstone for a copy on the drive that is not in the index. Without it, recovery would find the copy.
+        """Queue a tombstone for the drive's copy of a key, which is not in the index. Otherwise recovery would find it.
 
         Does nothing if the index has another copy on the same drive, because the tombstone would delete that one too.
         """

@@ -8,8 +8,8 @@ A chunk counts as stored when recovery would find it. Its callback reports succe
 the process is killed.
 
 A path is off after a failure, and slow if an operation takes too long. An off or slow path gets no new work, and its
-queued reads fail; the other paths continue. The callback of a running operation is called when the operation ends,
-because the disk may use its buffers until then.
+queued reads fail; the other paths continue. The callback of a running operation is called only when the operation
+ends, because the disk may use its buffers until then.
 """
 
 import threading
@@ -46,8 +46,8 @@ class SsdTier(Tier):
         """Lock the directories and start recovery.
 
         Raises:
-            ConfigError: Another process uses a directory, or O_DIRECT is required and refused, or there is not enough
-                memory for the index.
+            ConfigError: Another process uses a directory; or O_DIRECT is required and a file system refuses it; or there is
+                not enough memory for the index.
         """
         self.config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         self._shared = shared = Shared(config, environment)

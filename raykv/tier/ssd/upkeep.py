@@ -27,8 +27,7 @@ MOVED_AT_ONCE: Final = 0.5
 FEWEST_SEGMENTS: Final = 2
 """A drive without space for this number of segments is turned off."""
 SPARE_ROWS: Final = 2048
-"""If the index has fewer free rows than this, a segment is reclaimed. In a small index the limit is an eighth of all
-rows."""
+"""If the index has fewer free rows than this (in a small index: than an eighth of its rows), a segment is reclaimed."""
 GROW_S: Final = 30.0
 """Time between a failure to make a segment and the next attempt."""
 
@@ -69,7 +68,7 @@ class Upkeep:
     def _make(self, number: int, epoch: int) -> None:
         """Make one more segment.
 
-        If this fails, turn the drive off. A full drive stays on if it has FEWEST_SEGMENTS.
+        If this fails, turn the drive off. But a full drive stays on if it has at least FEWEST_SEGMENTS.
         """
         drive, problem = self._drive, None
         try:
@@ -144,7 +143,7 @@ class Upkeep:
         """Wipe a segment's first and last block, so that recovery does not find its chunks. Mark the segment as free.
 
         Both blocks are synced, because a later segment may have tombstones for these chunks. The later segment is wiped
-        after this one. If a power cut undid only the first wiping, deleted chunks would return.
+        after this one. If a power cut undid only the wiping of this one, deleted chunks would return.
         """
         drive, number = self._drive, segment.number
         self._write(number, 0, aligned(BLOCK_NBYTES))

@@ -65,7 +65,7 @@ class Writer:
         return lambda: self._write(batch)
 
     def _draft(self) -> Content | None:
-        """Choose the content of the next batch, and open a segment if needed. None: nothing to write, or no segment."""
+        """Choose the content of the next batch, and open a segment if needed. Returns None if this is impossible."""
         shared, drive = self._shared, self._drive
         for _ in range(2):
             draft = Content(drive.epoch, list(drive.deleted)[:BATCH_DELETED], list(drive.dropped))
@@ -88,8 +88,8 @@ class Writer:
     def _fill(self, draft: Content) -> Item | None:
         """Move chunks from the write queue to `draft`. Returns the first chunk that does not fit, or None."""
         shared, drive = self._shared, self._drive
-        # If one record cannot hold all tombstones, chunks wait for the last of them. A tombstone that is written after
-        # a chunk deletes the chunk. That would be wrong for a chunk that was stored again after its deletion.
+        # If one record cannot hold all tombstones, chunks wait for the batch with the last of them. Otherwise a
+        # tombstone in a later batch would delete a chunk that was stored again after its deletion.
         if len(draft.deleted) < len(drive.deleted):
             return None
         free_rows = shared.free_rows()
@@ -136,7 +136,7 @@ class Writer:
         moved = (existing >= 0) & (index.segment[existing] == moved_from)
         expired = (existing >= 0) & index.expired(existing, now_s=time.time())
         shared.remove(np.unique(existing[moved | expired]), tombstones=False)
-        here = (existing >= 0) & ~moved & ~expired  # found by the recovery of another drive
+        here = (existing >= 0) & ~moved & ~expired  # the recovery of another drive entered these
         chosen = np.where(moved_from < 0, ~here, moved) & ~np.array([item.cancelled for item in items], np.bool_)
         groups = np.array([item.chunk.group for item in items], np.uint16)
         count = shared.insert(drive, batch.segment, entries[chosen], groups[chosen])
