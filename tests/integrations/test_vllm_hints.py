@@ -185,7 +185,7 @@ def test_sessions_are_bounded():
     ("prompt", "generated", "superseded"),
     [
         ("systemQ1answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # the template dropped the reasoning
-        ("systemQ*answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # it (the template) also changed the prompt's end
+        ("systemQ*answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # it also changed the end of the prompt
         ("systemQ1<thi>answer1Q2", "more", []),  # the next turn reads the reasoning
         ("systemQ1", "other", []),  # another answer to the same prompt: both may be continued
         ("systemX1answer1Q2", "more", []),  # another conversation of the session
