@@ -72,7 +72,7 @@ class ReadProgress:
         return [self.targets[place] for place in places]
 
     def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
-        """Split indices into parts of at most `keys` chunks and `nbytes` bytes. A chunk of more bytes gets a part of its own."""
+        """Split indices into parts of at most `keys` chunks and `nbytes` bytes. A larger chunk is a part alone."""
         parts: list[list[int]] = []
         room = 0
         for place in places:
@@ -200,7 +200,7 @@ class BulkRead:
         yield from self._fill(places, checksums)
 
     def _add_absent(self, places: list[int], reading: messages.Reading) -> None:
-        """Record the chunks that the node does not have. With `run.locate`, record also which holders the node names."""
+        """Record the chunks that the node does not have. With `run.locate`, record also the holders that it names."""
         run = self._run
         if not run.locate:
             run.gone += places

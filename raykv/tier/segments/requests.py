@@ -220,7 +220,7 @@ class Run:
         return right
 
     def enter(self, right: Bits, queue: WriteQueue) -> Rows:
-        """Count bytes and reads of the `right` chunks. Returns the rows of the wrong chunks that are still in the index."""
+        """Count bytes and reads of the `right` chunks. Returns the rows of wrong chunks that are still in the index."""
         index, columns = queue.index, queue.index.columns
         rows, segments, blocks, nbytes, checksums = np.array([piece[:5] for piece in self.pieces], np.uint64).T
         rows = rows.astype(np.int32)
@@ -238,7 +238,7 @@ class Run:
 def runs_of(
     index: Index, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], request: Request
 ) -> list[Run]:
-    """Make runs for the chunks that have not changed since `found`. A run reads chunks that are adjacent on the disk."""
+    """Make runs for the chunks that are unchanged since `found`. A run reads chunks that are adjacent on the disk."""
     rows, columns = index.find(keys, now_s=time.time()), index.columns
     fields: list[Array] = [index.segment, columns.page, columns.nbytes, columns.checksum]
     values = zip(rows.tolist(), *(field[rows].tolist() for field in fields), offsets, range(len(keys)), strict=True)

@@ -86,7 +86,7 @@ class Volume:
         self._path(number).unlink(missing_ok=True)
 
     def write(self, number: int, offset: int, buffers: Sequence[memoryview], *, sync: bool = False) -> int:
-        """Write buffers one after another. `offset`, and the buffers' addresses and lengths, must be multiples of a block.
+        """Write buffers one after another. `offset`, and each buffer's address and length, must be whole blocks.
 
         `sync` calls fdatasync, so that the whole segment survives a power cut. Returns the number of bytes written.
         """

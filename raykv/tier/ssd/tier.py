@@ -46,8 +46,8 @@ class SsdTier(Tier):
         """Lock the directories and start recovery.
 
         Raises:
-            ConfigError: Another process uses a directory; or O_DIRECT is required and a file system refuses it; or there is
-                not enough memory for the index.
+            ConfigError: Another process uses a directory; or O_DIRECT is required and a file system refuses it; or the
+                memory does not suffice for the index.
         """
         self.config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         self._shared = shared = Shared(config, environment)
