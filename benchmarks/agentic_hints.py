@@ -7,15 +7,16 @@ So sessions are inferred: a call continues an earlier call if its blocks begin w
 If several earlier calls match, the longest one counts.
 
 A real node in this process serves the calls. It stores a chunk of 4 KiB for each full block of 512 tokens, so that the
-arena fits on a small machine. Tokens outside full blocks are never hits, but the hit ratio counts them as requested.
+arena fits on a small machine. Tokens outside full blocks are never hits, but they lower the hit ratio: it is the share
+of all tokens.
 
 The harness gives these hints, and the functions of the vLLM connector read them (`raykv_hints`):
 
 * The session's id, which is inferred from earlier calls only.
 * `session_end` with the last call of the session in the trace. A real harness knows when its task ends. It does not
-  know whether other sessions read the same blocks later. In one mode the hint also comes with wrong calls.
-* `pin_s` with all other calls, for the tool call that follows. A real harness sees in the model's answer that the
-  session continues. The time is a quantile of the pauses that have ended so far.
+  know whether other sessions read the same blocks later. In one mode, other calls get this hint by mistake.
+* `pin_s` with every call without `session_end`, because a tool call follows. A real harness sees in the model's answer
+  that the session continues. The time is a quantile of the pauses that have ended so far.
 
 No hint raises the priority of a shared system prompt, because no block of the trace is in more than 24 requests.
 """
@@ -53,7 +54,7 @@ FIRST_PAUSE_S, PAUSES, PAUSE_QUANTILE = 60.0, 10, 0.75
 
 
 class Call(NamedTuple):
-    """One request: its times in seconds, the numbers of its full blocks, its tokens, and its session."""
+    """One request: its times in seconds, the ids of its full blocks, its numbers of tokens, and its session."""
 
     at_s: float
     done_s: float
@@ -66,7 +67,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Mode:
-    """Which hints a harness gives. `wrong`: the share of all calls that have `session_end` by mistake."""
+    """Which hints a harness gives. It gives `session_end` by mistake with a share `wrong` of the calls."""
 
     ends: bool = False
     pins: bool = False
@@ -126,7 +127,7 @@ def chunks_of(calls: Sequence[Call]) -> int:
 
 
 def shared_ends(calls: Sequence[Call]) -> tuple[int, int]:
-    """Return (number of blocks in the last calls of all sessions, number of these that later calls read again).
+    """Return the number of blocks in the sessions' last calls, and how many of these blocks later calls read.
 
     Only the report uses these numbers. A harness cannot know them.
     """
@@ -170,7 +171,7 @@ class Engine:
     """Calls a node as vLLM's connector does, at the times of the trace.
 
     Attributes:
-        hit_tokens: Tokens that were read from the node.
+        hit_tokens: Number of tokens that `begin` has read from the node.
     """
 
     def __init__(self, cluster: raykv.EmbeddedCluster, most_chunks: int, chunk_tokens: int) -> None:
@@ -183,7 +184,7 @@ class Engine:
         self._chunk_tokens, self._now_s, self.hit_tokens = chunk_tokens, 0.0, 0
 
     def at(self, now_s: float) -> None:
-        """Set the chunk table's clock to this time, but at least one tick later than before. Other clocks run on."""
+        """Set the clock of the chunk tables to `now_s`, or to one tick after its last time if that is later."""
         self._now_s = max(self._now_s + 1 / TICKS_PER_S, now_s)
         for table in self._tables:
             table.made_at_s = time.monotonic() - self._now_s
@@ -200,7 +201,7 @@ class Engine:
         self._client.put(keys, self._values[: len(keys)], **options)
 
     def end(self, call: Call, hints: RequestHints) -> None:
-        """Report the output of a call that has ended, and send its hints."""
+        """Report the number of output tokens of an ended call, and send the call's hints."""
         names = names_of(call)
         self._client.hint(self._client.keys(names), output_tokens=call.output_tokens)
         if hints.after_end:

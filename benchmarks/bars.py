@@ -27,7 +27,7 @@ from benchmarks.workloads import BATCH, KIB, LOOKUP_BATCH, MIB, Workload, get, p
 
 BAR_SIZES = (64 * KIB, MIB, 4 * MIB)
 SECOND_LIMITS = {DICT: MAPPED_DICT, MEMCPY: MAPPED}
-"""Maps a limit to a second limit. The note of a bar also shows the ratio to the second limit."""
+"""Maps the limit of a bar to a second limit. The bar's note shows the ratio to the second limit."""
 NEAR = 0.05
 """If raykv misses a bar by less than this share of the bound, the report says so."""
 REMOTE_RAYKV = [RAYKV_MATCHED, RAYKV, RAYKV_GENERAL]

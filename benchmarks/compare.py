@@ -238,7 +238,7 @@ class Run:
     # -- the mixed run ----------------------------------------------------------------------------------------------
 
     def _mixed(self) -> None:
-        """Measure one store after another. A reader and a writer use the store, which is full and evicts objects."""
+        """Measure one store after another, each with a reader and a writer. The stores are full, so they evict."""
         limits = self._start(Spec("limits", "limits"), store_nbytes=0, tag=" mixed")
         assert limits is not None
         limits.ask("store_mixed", face="loader")
@@ -267,7 +267,7 @@ class Run:
             writer.ask("load", face="", seconds=MIXED_FILL_S, rate=0)
         for number in range(rounds + 1):
             alone = limits.ask("mixed", face="mapped dict", seconds=seconds, round=number)
-            reader.ask("store_mixed", face="")  # stores evicted objects again
+            reader.ask("store_mixed", face="")  # puts the evicted objects back
             quiet = reader.ask("mixed", face="", seconds=seconds, round=number)
             for rate in (0, self._write_rate):
                 reader.ask("store_mixed", face="")
@@ -282,7 +282,7 @@ class Run:
                     cell = {"row": label, "round": number, "rate": rate, "alone": alone, "quiet": quiet}
                     self.results["mixed"].append({**cell, "read": read, "wrote": wrote})
         if spec.module == "raykv_store":
-            reader.ask("store_mixed", face="")  # stores evicted objects again
+            reader.ask("store_mixed", face="")  # puts the evicted objects back
             reader.ask("special", name="freeze")
             try:
                 self.results["frozen"] = reader.ask("mixed", face="", seconds=seconds, round=0, put_back=False)
@@ -315,7 +315,7 @@ def main() -> int:
     if arguments.sources:
         runs = [json.loads(source.read_text()) for source in arguments.sources]
     else:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # an exception, so that the clean-up runs
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # raises SystemExit, so that the clean-up runs
         chosen = (
             arguments.peers.split(",") if arguments.peers is not None else (QUICK_PEERS if arguments.quick else PEERS)
         )

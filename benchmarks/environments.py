@@ -1,4 +1,4 @@
-"""Makes an environment for each peer, under .cache/bench. It is made again when its requirements have changed."""
+"""Makes an environment for each peer, under .cache/bench, and makes it again when its requirements have changed."""
 
 import hashlib
 import os

@@ -51,7 +51,7 @@ class Figures:
 
 
 class Lookups:
-    """Medians over the rounds of the lookups among very many keys, by line and number of keys."""
+    """Results of the lookups among very many keys: medians over the rounds, by line and number of keys."""
 
     def __init__(self, results: dict[str, Any]) -> None:
         self._cells: dict[tuple[str, int], list[dict[str, Any]]] = {}

@@ -1,9 +1,9 @@
-"""Measures how much slower reads of chunks in memory are while the node's SSD is saturated.
+"""Measures how much a saturated SSD slows down a node's reads from memory.
 
 Run by hand: `python -m benchmarks.hot --directory /path/on/the/drive`
 
-The node runs in its own process. This process reads single chunks that stay in memory, in turn with and without load.
-The load comes from a second process, which makes the node promote chunks from the SSD without a pause. The second
+The node runs in its own process. This process reads single chunks that stay in memory, alternately with and without
+load. The load comes from a second process, which makes the node promote chunks from the SSD without a pause. The second
 process copies none of the promoted chunks, so that the drive is busy and not the CPU. With `--writes`, the second
 process also puts and reads chunks.
 """

@@ -36,7 +36,7 @@ class Phase:
     rows: tuple[Row, ...]
 
     def only(self, peers: set[str]) -> "Phase":
-        """Return this phase with raykv and the limits, but only with those peers whose names are in `peers`."""
+        """Return this phase without the peers whose names are not in `peers`."""
         specs = tuple(spec for spec in self.specs if peer_of(spec) in {"", *peers})
         names = {spec.name for spec in specs}
         return Phase(self.name, specs, tuple(row for row in self.rows if row.worker in names))

@@ -3,9 +3,9 @@
 Run by hand, as root: `python -m benchmarks.load_or_compute`
 
 SmolLM2 runs on CPU with one thread. A raykv node stores the prefixes. It runs in its own network namespace, and traffic
-control limits the rate of the link to it. The output has a line for each rate, length of the prompts, and number of
-concurrent requests. The line gives the time to the first token under four rules: compute always; load always; the
-published fixed rule (load at least 1 024 tokens, with at most 8 loads at once); and raykv's estimate.
+control limits the rate of the link to the node. The output has a line for each combination of rate, prompt length and
+number of concurrent requests. The line gives the time to the first token under four rules: compute always; load always;
+the published fixed rule (load at least 1 024 tokens, with at most 8 loads at once); and raykv's estimate.
 
 The rules take turns, so that changes of the machine's speed affect all of them. raykv's rule learns the rate of the
 link from its own rounds only. After each change of the rate, it first gets enough rounds to probe the link.
@@ -188,7 +188,7 @@ class Measured:
         return statistics.mean(times)
 
     def learn(self, prefixes: list[list[int]]) -> None:
-        """Run rounds under raykv's rule until it has probed a path that was too slow, and two more."""
+        """Run rounds under raykv's rule for PROBE_S, so that a path that was too slow is probed. Then run two more."""
         until_s = time.monotonic() + costs.PROBE_S
         with rule_of("raykv"):
             while time.monotonic() < until_s:
@@ -247,7 +247,7 @@ def main() -> None:
 
 
 def show(rows: list[dict[str, float]]) -> None:
-    """Print raykv's time as a ratio to each of the other rules: the worst point, and the geometric mean."""
+    """Print the ratio of raykv's time to that of each other rule: the worst ratio, and the geometric mean."""
     for name in RULES:
         if name != "raykv":
             ratios = [row["raykv"] / row[name] for row in rows]

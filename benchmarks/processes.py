@@ -55,8 +55,8 @@ class Worker:
 
         Args:
             scratch, shm: Directories in which the worker's own directories are made.
-            shared: `System.shared` of the worker whose servers this worker shall use. None: it starts its own.
-            tag: Added to the name of the worker's directories, which must be unique.
+            shared: `System.shared` of the worker whose servers this worker uses. None if this worker starts servers.
+            tag: Text that makes the name of the worker's directories unique.
         """
         self.spec = spec
         name = f"{spec.name}{tag}".replace(" ", "-")

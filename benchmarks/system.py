@@ -43,7 +43,7 @@ class Setting:
     shared: dict[str, Any] | None = None
 
     def program(self, name: str) -> str:
-        """Return the path of the unpacked program `name`. If there is none, return `name`, for an installed program."""
+        """Return the path of the unpacked program. If there is none, return `name`, so that PATH is searched."""
         for folder in ("usr/bin", "usr/sbin"):
             found = self.programs / folder / name
             if found.exists():
@@ -60,8 +60,8 @@ class Setting:
 class Face:
     """One way to call a store. Each way is one line of the printed tables.
 
-    `key`, `keys` and the methods up to `buffers` convert arguments. Their time is not measured. A read or
-    a lookup raises an exception if an object is missing. Only `try_get_one` returns False instead.
+    The methods from `key` to `buffers` convert arguments. Their time is not measured. A read or a lookup raises an
+    exception if an object is missing. Only `try_get_one` returns False instead.
     """
 
     def supports(self, workload: Workload) -> bool:
@@ -121,7 +121,7 @@ class Face:
         raise NotImplementedError
 
     def try_get_one(self, key: Any, into: Any) -> bool:
-        """Call `get_one`. Return whether the object was there: in the mixed run, objects are evicted."""
+        """Call `get_one`. Return False if the object is missing: the mixed run evicts objects."""
         try:
             self.get_one(key, into)
         except MissingError:
@@ -157,7 +157,7 @@ class System:
         raise NotImplementedError
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Allocate memory for objects, of the kind that the client handles best. All its pages are populated."""
+        """Allocate the kind of memory from which the client transfers objects best. All pages are populated."""
         memory = np.empty(nbytes, np.uint8)
         memory[:] = 0
         return memory

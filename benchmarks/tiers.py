@@ -50,7 +50,7 @@ class OneName:
 
 
 class Bench:
-    """One tier, and an arena full of chunks to write to it."""
+    """A tier, and an arena full of chunks that are written to the tier."""
 
     def __init__(self, directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int, arena_nbytes: int) -> None:
         self.chunk_nbytes, self.count = chunk_nbytes, total_nbytes // chunk_nbytes
@@ -167,7 +167,7 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
             "write": mine.write,
             "fio write": lambda: fio(files, "write", **given),
         }
-        for name in sorted(turns, reverse=bool(number % 2)):  # alternates, as the first write after reads is slower
+        for name in sorted(turns, reverse=bool(number % 2)):  # the first write after reads is slower
             speeds[name].append(turns[name]())
         segments = sorted(directory.glob("bench/*.segment"))[: total_nbytes // (64 * MIB)]
         speeds["read"].append(mine.read())

@@ -66,7 +66,7 @@ class Hooks:
 
     Attributes:
         wall_s, cpu_s: Seconds on the engine's thread, by hook.
-        longest_s: By hook, the wall seconds of the longest call, and the most seconds that a call was off the CPU.
+        longest_s: By hook: (wall seconds of the longest call, most seconds that one call was off the CPU).
         waits: Number of times that the engine's thread waited for an answer, by hook.
         current: Name of the hook that runs now; empty outside the hooks.
     """
@@ -123,7 +123,7 @@ class Hooks:
 
 @contextmanager
 def node_process(arena: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run a node in another process. Yields its address and the process."""
+    """Run a node in another process. Yields the node's address and the process."""
     home = Path(tempfile.mkdtemp(prefix="rkb-", dir="/dev/shm"))
     fields = {"node_id": "n", "cluster": "hooks", "storage": {"arena_nbytes": arena, "shm_dir": str(home)}}
     command = [sys.executable, "-P", str(NODE), json.dumps(fields), secrets.token_hex(32)]
@@ -145,7 +145,7 @@ def node_process(arena: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 def make_engine(model: Path, address: str, options: argparse.Namespace) -> LLM:
-    """Make an engine. An empty address stands for no connector."""
+    """Make an engine. It has no connector if `address` is empty."""
     connector = {
         "kv_connector": "RayKVConnector",
         "kv_connector_module_path": "raykv.integrations.vllm",

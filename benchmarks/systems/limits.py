@@ -1,4 +1,4 @@
-"""The limits of the machine: copies of the objects by one and two threads, a dict, and a bare pair of sockets."""
+"""The limits of the machine: copies of the objects by one and two threads, a dict, and plain TCP sockets."""
 
 import mmap
 import os
@@ -39,7 +39,7 @@ class Memory(Face):
         return workload.operation != "exists"
 
     def key(self, name: str) -> Bytes:
-        """Return the memory of a stored object, or else a place for a put. Places for puts are reused in turn."""
+        """Return the memory of a stored object. For any other name, return a place for a put; puts reuse the places."""
         if name in self._objects:
             return self._objects[name]
         nbytes, number = (int(word) for word in name[1:].split("-"))
@@ -111,7 +111,7 @@ class TwoThreads(Face):
 
 
 class Dict(Face):
-    """A dict in this process, and memmove: assigning to a slice of a memoryview is the fastest way to call memmove."""
+    """A dict in this process. Objects are copied into slices of a memoryview: the fastest way to call memmove."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -149,7 +149,7 @@ PLACE = struct.Struct("<QQ")
 REQUEST_NBYTES = 4096
 """Maximum length of a request. One `recv` receives a whole request, because requests are so small."""
 GATHERED_NBYTES = 256 * KIB
-"""One system call transfers a batch of objects that are smaller than this. Larger objects take one call each."""
+"""Objects smaller than this are transferred in batches, by one system call each. Larger ones are transferred singly."""
 
 
 class Sockets(Face):
@@ -212,7 +212,7 @@ def _answer(connection: socket.socket, arena: memoryview) -> None:
 
 
 class Store(System):
-    """All limits: the sockets if `options["remote"]` is set, otherwise the copies."""
+    """The limits: with `options["remote"]` the sockets, otherwise the copies."""
 
     def start(self) -> None:
         nbytes = sum(size * count for size, count in OBJECTS.items()) + 512 * MIB

@@ -116,7 +116,7 @@ class Store(System):
     def special(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Run the writer of the mixed run on a thread of this process, because no other process can write.
 
-        `write` starts the writer and returns at once. `wrote` waits for the writer's end and returns its rate.
+        `write` starts the writer and returns at once. `wrote` waits until the writer has ended, and returns its rate.
         """
         if name == "write":
             self._writer = threading.Thread(target=self._write, args=(fields,), daemon=True)

@@ -1,4 +1,4 @@
-"""Mooncake Store: embedded in the client, in its own process with shared memory, or over TCP as on another host."""
+"""Mooncake Store: embedded in the client, in its own process with shared memory, or over TCP as if on another host."""
 
 import ctypes
 import importlib.metadata
@@ -68,7 +68,7 @@ class Mooncake(Face):
 
 
 class Store(System):
-    """`options["mode"]`: "embedded", "process" (own process, shared memory) or "tcp".
+    """A store in one of three modes. `options["mode"]`: "embedded", "process" (own process, shared memory) or "tcp".
 
     With "tcp", `options["pool"]` keeps connections open. In every mode, a separate master process has the metadata.
     """

@@ -94,7 +94,7 @@ class Large(Raykv):
 
 
 class General(Raykv):
-    """Handles single objects with the batch calls, by batches of one key."""
+    """One client. It uses the batch calls for single objects."""
 
     def supports(self, workload: Workload) -> bool:
         return workload.batch == 1
@@ -187,7 +187,7 @@ class NodeProcess:
 
 
 class Store(System):
-    """A node and its clients. With `options["remote"]` they act as if on different hosts: no memory is mapped."""
+    """A node and its clients. With `options["remote"]` the clients act as if on another host: they map no memory."""
 
     def start(self) -> None:
         self._nodes: list[NodeProcess] = []

@@ -53,7 +53,7 @@ class Redis(Face):
         self._connection.expect(b":1\r\n")
 
     def exists(self, keys: Sequence[bytes]) -> None:
-        # One command for all keys is 1.5 times as fast as one per key. It answers with the number of keys found.
+        # One command for all keys is 1.5 times as fast as one per key. The answer is the number of keys found.
         self._connection.send(command([b"EXISTS", *keys]))
         self._connection.expect(b":%d\r\n" % len(keys))
 

@@ -1,4 +1,4 @@
-"""A connection to a server whose protocol has text lines and values, with as few system calls as possible."""
+"""Talks to a server whose protocol has text lines and values. Makes as few system calls as possible."""
 
 import socket
 import struct
