@@ -71,7 +71,7 @@ class PutResult:
         stored: Chunks written and visible to all readers on the node's host.
         existed: Chunks that were stored already, and were not written again.
         skipped: Chunks that were not stored, for example because the arena is full or the node is down.
-        reason: Why chunks were skipped. If the call waited, also why chunks are still `posted`. Otherwise empty.
+        reason: Why chunks were skipped, or are still `posted` after a call that waited; empty without such chunks.
         posted: Chunks whose commit was sent but not yet answered. `Client.flush` returns their results.
     """
 
@@ -116,7 +116,7 @@ class Holder(NamedTuple):
 
     Attributes:
         node_id: The node from which to read the chunk.
-        below_memory: True: the chunk is only on SSD or file, on all its holders.
+        below_memory: Whether every holder of the chunk has it only on SSD or file.
     """
 
     node_id: NodeId

@@ -72,7 +72,7 @@ class ReadProgress:
         return [self.targets[place] for place in places]
 
     def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
-        """Split indices into parts of at most `keys` chunks and `nbytes` bytes. A larger chunk is a part alone."""
+        """Split indices into parts of at most `keys` chunks and `nbytes` bytes, or one larger chunk."""
         parts: list[list[int]] = []
         room = 0
         for place in places:

@@ -157,7 +157,7 @@ class Link:
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until `collect` would not block. Returns False after a time-out, or if no answer is due.
 
-        Returns True for a broken or closed connection too, because the next `collect` raises the error at once.
+        Also returns True if the connection is broken or closed: in this case `collect` raises an error at once.
         """
         return self.closed or (bool(self._posted) and self._stream.wait_ready(timeout_s))
 

@@ -13,7 +13,7 @@ from raykv.transport.link import Link
 T = TypeVar("T")
 
 FAIR_S: Final = 0.05
-"""A call that misses its deadline trips the breaker only if the call had at least this many seconds."""
+"""A call that misses its deadline trips the breaker only if it began at least this many seconds before the deadline."""
 
 
 class ConnectionPool:
@@ -64,7 +64,7 @@ class ConnectionPool:
                 if short and late:
                     raise
                 self.close_idle(address)
-                if late:  # the node hangs, because on a dead connection the request would have failed at once
+                if late:  # the node hangs: on a dead connection the request would have failed at once
                     self._trip(address)
                     raise
         try:
@@ -105,7 +105,7 @@ class ConnectionPool:
             link.close()
 
     def retain(self, addresses: Container[str]) -> None:
-        """Close the idle links to all addresses that are not in `addresses`, and reset the breakers of these nodes."""
+        """Close the idle links and reset the breakers of all addresses that are not in `addresses`."""
         for address in {*self._idle, *self._tripped_until_s}:
             if address not in addresses:
                 self.close_idle(address)

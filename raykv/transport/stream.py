@@ -125,7 +125,7 @@ class Stream:
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until a message has arrived, or the first READ_AHEAD_NBYTES of a long message.
 
-        Returns False after a time-out. Returns True for a broken connection too, because the next `message` raises the
+        Returns False after a time-out. Also returns True if the connection is broken: in this case `message` raises an
         error at once.
         """
         until_s = time.monotonic() + timeout_s

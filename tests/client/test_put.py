@@ -143,7 +143,7 @@ def test_a_client_that_goes_gives_its_slots_back(node):
         assert lent_nbytes(node) > 0
     wait_until(lambda: lent_nbytes(node) == 0)
     with node.client() as client:
-        assert client.put(names(15, "big"), [bytes(1 << 20)] * 15).stored == 15  # there is room for larger chunks
+        assert client.put(names(15, "big"), [bytes(1 << 20)] * 15).stored == 15  # larger chunks fit again
 
 
 def test_slots_that_no_put_uses_go_back(node, monkeypatch):
@@ -171,7 +171,7 @@ def test_a_full_arena_takes_what_fits_and_says_so(node):
 
 @pytest.mark.slow
 def test_writers_of_the_same_keys_store_each_once(node):
-    """Three clients write the same chunks. A client may learn only after its copy that a chunk is stored already."""
+    """Three clients write the same chunks. A client may copy a chunk that is stored already."""
     clients = [node.client() for _ in range(3)]
     results: list[PutResult] = []
 
@@ -537,7 +537,7 @@ def test_slots_of_a_killed_client_come_back_after_quarantine(node):
 
 @pytest.mark.slow
 def test_slots_lent_by_a_node_that_died_are_not_written_to_later(node, monkeypatch):
-    """The next process quarantines these slots for a limited time. A client that was idle longer must not use them."""
+    """The next process quarantines these slots for some time. A client that is idle for longer must not use them."""
     with node.client() as idle, node.client() as busy:
         put(idle, names(40))
         old = starts_at_hand(idle)
@@ -687,7 +687,7 @@ def policy_of(task: int) -> int | None:
 
 @pytest.mark.skipif(os.sched_getscheduler(0) != os.SCHED_OTHER, reason="somebody has chosen how these tests run")
 def test_a_nodes_threads_do_not_interrupt_this_hosts_readers_and_writers(node):
-    """Threads use SCHED_BATCH, except those that serve other hosts, because clients there wait for each answer."""
+    """Threads use SCHED_BATCH. Those that serve other hosts do not, because clients there wait for each answer."""
     with node.client() as client, node.client(local=False) as remote:
         put(client, names(2))
         assert remote.stats()

@@ -1,4 +1,4 @@
-"""The router under faults: no file descriptors, no threads, addresses that never answer, a cluster made again."""
+"""The router under faults: no file descriptors, no threads, silent addresses, a cluster that was made again."""
 
 import resource
 import socket
@@ -102,7 +102,7 @@ def test_without_more_threads_the_caller_does_the_work(monkeypatch):
     assert parallel.run(work) == {0: 0, 1: 1, 2: 2}
     parallel.in_background(lambda: None)
     for task in queued:
-        task()  # a thread that starts late finds no work
+        task()  # as if a thread started late: no work is left for it
     assert done == [0, 1, 2]
     parallel.close()
     assert parallel.run(work) == {0: 0, 1: 1, 2: 2}

@@ -51,7 +51,7 @@ def test_an_actor_that_found_no_room_tries_again_when_memory_of_others_is_gone(m
 
     def end(code: int) -> None:
         assert code
-        actor.stop()  # ends the actor's thread, too
+        actor.stop()  # ends the actor's thread, as `_exit` would
         ended.set()
 
     monkeypatch.setattr(actors, "remove_orphans", remove_orphans)
@@ -65,7 +65,7 @@ def test_an_actor_that_found_no_room_tries_again_when_memory_of_others_is_gone(m
 
 @pytest.mark.slow
 def test_stop_removes_what_nodes_of_dead_ray_nodes_left(make_actor, shm_dir):
-    """`raykv down` may run after some Ray nodes have ended. It must remove their arenas, too."""
+    """`raykv down` may run after some Ray nodes have ended. It must remove the arenas of these nodes."""
     dead, other = DEAD[: actors.NODE_ID_LENGTH], "stranger"
     handles = []
     for node_id in (dead, other):

@@ -76,7 +76,7 @@ def cluster(local_ray: LocalRay) -> Iterator[dict[str, Any]]:
 
 
 def clients(cluster: dict[str, Any]) -> tuple[str, list[raykv.Client]]:
-    """Return the id of this process's Ray node, and one client per node. The client of our own node comes first."""
+    """Return the id of this process's Ray node, and a client of each node, beginning with this Ray node's."""
     mine = ray.get_runtime_context().get_node_id()
     order = sorted(cluster["nodes"], key=lambda ray_node_id: ray_node_id != mine)
     addresses = [cluster["nodes"][each]["local_address"] for each in order]

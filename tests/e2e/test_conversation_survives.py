@@ -91,7 +91,7 @@ def replica(kind: str) -> Callable[[], int]:
 
 
 VICTIMS: dict[str, tuple[Callable[[], int], int]] = {
-    # Process to kill, and number of tokens of the second answer after which it is killed. 0: during the prefill.
+    # Process to kill, and when: after this many tokens of the second answer. 0: during the prefill of this answer.
     "prefill's node actor": (node_actor("127.0.0.2"), 0),
     "decode's node actor": (node_actor("127.0.0.3"), 0),
     "directory actor": (directory_actor, 3),
@@ -174,7 +174,7 @@ class Outcome:
 
     Attributes:
         code, printed: Exit code and output of the demo.
-        talks: By victim: the conversation, and the answers of an engine without a cache to the same requests.
+        talks: For each victim, the conversation, and an engine's answers to the same requests without a cache.
         left: What `traces` finds after the demo but not before it.
     """
 
@@ -188,7 +188,7 @@ class Outcome:
     scope="module", params=[pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.soak)]
 )
 def outcome(request: pytest.FixtureRequest) -> Outcome:
-    """Run the demo and the other conversations in one deployment, because its start takes most of a minute."""
+    """Run the demo and the other conversations in one deployment, because starting one takes most of a minute."""
     talks: dict[str, Conversation] = {}
     plain: list[demo.Answer] = []
     demo_converses, engine_answers = demo.converse, demo.answer_without_pool

@@ -1,4 +1,4 @@
-"""The demo, as a user runs it. This is a soak test: in `make test`, `test_conversation_survives` runs the demo."""
+"""The demo, as a user runs it. Only a soak test: in `make test`, `test_conversation_survives` runs the demo."""
 
 import subprocess
 import sys
