@@ -415,7 +415,7 @@ class Engine:
                 here = [value + 10 * place + layer for value in values]
                 known.mixed |= not check(layer, known.tables[place], here, first, start)
                 assert not known.mixed or self.has_old_blocks, f"{name}: a slot does not hold its prefix"
-                if known.mixed:  # overwrite what was computed
+                if known.mixed:  # overwrite the values just written with wrong ones
                     check(layer, known.tables[place], [-1 - value for value in here], first, start)
         if stop < len(known.tokens):
             return []
@@ -474,7 +474,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wait_or_run(futures: list[Future[Any]], *limits: Any) -> None:
-    """Run some tasks at random instead of a wait, because a `Task` does not run by itself."""
+    """Wait for futures. A `Task` does not run by itself, so instead of waiting for it, run some tasks at random."""
     for future in futures:
         if isinstance(future, Task):
             future.slow.run_some()
@@ -616,7 +616,7 @@ def test_no_slot_holds_kv_of_other_weights(
 
 
 def test_a_request_that_begins_with_a_part_of_an_old_block_stores_nothing(model: Path, cluster: raykv.EmbeddedCluster):
-    """VLLM calls the lookup only for the tokens before that block, as if the request had no old KV."""
+    """The lookup is told only of the blocks before the partly reused one, as if the request had no old KV."""
     shape = {"kinds": "fs", "block_tokens": 2 * BLOCK_TOKENS}
     engine = Engine(model, cluster.address(0), random.Random(1), threads=True, **shape)
     start, prompt = list(range(BLOCK_TOKENS + 2)), [*range(BLOCK_TOKENS + 2), *range(50, 70)]
@@ -861,7 +861,7 @@ def test_a_router_learns_which_chunks_are_gone(
     ends = {(group, each) for group, each in known if client.exists([each + suffixes[group]]).all()}
     if engine.chunk_blocks == 1:
         assert known == ends
-    else:  # a chunk that exists also has its first blocks
+    else:  # the router knows all blocks of each chunk, and `ends` has only the last ones
         assert len(ends) < len(known) <= engine.chunk_blocks * len(ends)
     assert deleted
     assert len(known) < len(known_to_a_router([event for event in engine.events if isinstance(event, BlockStored)]))
@@ -871,7 +871,7 @@ def test_a_router_learns_which_chunks_are_gone(
 def test_a_router_forgets_the_chunks_of_an_epoch_that_has_ended(
     model: Path, cluster: raykv.EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ):
-    """After a reset, the engine no longer reuses old chunks. After a statement, it drops those of the private epoch."""
+    """A reset ends the reuse of all earlier chunks. A statement then drops the chunks of the private epoch."""
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     engine = Engine(model, cluster.address(0), random.Random(1), publishes=True)
     known: list[set[Any]] = []
@@ -904,7 +904,7 @@ def test_no_event_goes_out_for_a_skipped_chunk(
 
 
 def test_events_go_out_when_a_stopped_node_answers(model: Path, node: tuple[str, int]):
-    """An idle engine makes steps until the node answers, but not for ever."""
+    """An idle engine makes steps while it waits for the node's answer, but only for a limited time."""
     address, pid = node
     engine = Engine(model, address, random.Random(1), threads=True, publishes=True, store_timeout_s=0.003)
     engine.add("first", list(range(21)), max_tokens=3, salt="")

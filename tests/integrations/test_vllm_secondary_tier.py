@@ -48,7 +48,7 @@ ROWS = 8
 ROW_NBYTES = 8192
 WAIT_S = 20.0
 LONGEST_S = 0.1
-"""No call of vLLM's manager may take this long. A call that waits for a node takes a whole timeout: 0.5 s or more."""
+"""Limit for a call of vLLM's manager. A call that waited for a node would take a whole timeout: 0.5 s or more."""
 NO_STEP = ScheduleEndContext((), ())
 DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"
 
@@ -113,7 +113,11 @@ def unlink_memory(manager: TieringOffloadingManager) -> None:
 
 
 class Engine:
-    """The scheduler's side of an engine with vLLM's offloading. `longest_s`: the longest call of its manager."""
+    """The scheduler's side of an engine with vLLM's offloading.
+
+    Attributes:
+        longest_s: Duration of the longest call of vLLM's manager so far.
+    """
 
     def __init__(self, model: Path, transfer: dict[str, Any]) -> None:
         config = engine_config(model, transfer)
@@ -218,7 +222,7 @@ Start = Callable[..., Engine]
 
 @pytest.fixture
 def start(model: Path) -> Iterator[Start]:
-    """Return a function that starts an engine, with the node's address and fields of the tier as arguments."""
+    """Return a function that starts an engine. Its arguments are a node's address and fields of the tier."""
     started: list[Engine] = []
 
     def start(address: str, **tier: Any) -> Engine:
@@ -356,7 +360,7 @@ def test_after_a_reset_nothing_older_is_found_and_nothing_newer_is_shared(start:
     engine, other = start(cluster.address()), start(cluster.address())
     engine.store(keys_of(range(4)))
     engine.find(keys_of(range(20, 22)))
-    engine.offload(keys_of(range(4, 6)))  # their transfer runs during the reset
+    engine.offload(keys_of(range(4, 6)))  # the transfer of these chunks runs during the reset
     assert engine.connector.reset_cache() is not False
     engine.new_request()
     assert not any(engine.read(keys_of(range(6))))
@@ -405,7 +409,7 @@ def test_an_engine_may_stop_while_chunks_are_on_their_way(start: Start, cluster:
 
 
 def test_a_prompt_is_stored_as_a_chain(start: Start, cluster: raykv.EmbeddedCluster):
-    """Eviction then takes the last chunks first. There are several jobs, each with chunks of two groups."""
+    """Eviction takes a chain from its end. Here, several jobs store the prompt, each with chunks of two groups."""
     engine = start(cluster.address())
     for group in (0, 1):
         for number, key in enumerate(keys_of(range(4), group=group)):

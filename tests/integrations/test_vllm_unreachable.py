@@ -101,9 +101,9 @@ def longest(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 class Moment:
-    """Calls each given function once: at the start of the next load, or when a part of it has arrived.
+    """Calls the functions in `at_load` when loads start, and those in `at_part` when a part of a load has arrived.
 
-    Several threads load at the same time. The thread that pops a function calls it.
+    Several threads load at the same time, but each function is called once, by the thread that pops it.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_a_far_node_that_is_stopped(
             print(name, {hook: round(took_s, 4) for hook, took_s in longest.items() if took_s > 0.005})
             assert max(longest.values()) < HOOK_S, longest
             if params is None:
-                # The lookup finds a prompt whose first key the near node owns, although the far node is stopped.
+                # If the far node is stopped before the lookup, it may be that nothing is found, so nothing is lost.
                 assert name == "before the lookup" or engine.counted("lost_tokens") > lost
             os.kill(far.pid, signal.SIGCONT)
             far.stats()  # waits until it answers again
@@ -195,7 +195,7 @@ def test_a_far_node_that_is_killed_during_a_load(
     fill(model, cluster, far)
     moment = Moment(monkeypatch)
     with Engine(model, cluster.address(0), extra=TIMEOUTS) as engine:
-        moment.at_part.append(far.supervisor.kill)  # this kills the node, too
+        moment.at_part.append(far.supervisor.kill)  # the node dies with its supervisor
         for name, prompts in PROMPTS.items():
             assert engine.answer(prompts) == answers[name]
         assert not moment.at_part

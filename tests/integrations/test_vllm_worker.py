@@ -37,7 +37,7 @@ WAIT_S = 20.0
 
 
 class Clock:
-    """A clock that stops, unless a test moves it."""
+    """A clock that stands still until a test sets `now_s` or `per_look_s`."""
 
     def __init__(self) -> None:
         self.now_s, self.per_look_s = 100.0, 0.0
@@ -366,7 +366,7 @@ def test_a_stopped_node_holds_no_step_up_and_is_used_again(node: tuple[str, int]
 
 
 def test_slots_for_the_saves_of_a_step_are_at_hand_when_it_ends(node: tuple[str, int], benches: list[Bench]):
-    """Then no chunk is lost if the node stops during the forward pass."""
+    """With slots at hand, no chunk is lost if the node stops during the forward pass."""
     address, pid = node
     client = raykv.connect(NAMESPACE, address=address)
     client.prepare(4096, 1)
@@ -379,7 +379,7 @@ def test_slots_for_the_saves_of_a_step_are_at_hand_when_it_ends(node: tuple[str,
             return other.stats()["nodes"]["n"]["lent_nbytes"] >= 6 * 4096
 
         wait_until(prepared)
-        other.stats()  # its answer comes after the answer that lends the slots
+        other.stats()  # the node answers this call after the call for slots
     stop_process(pid)
     bench.save()
     assert bench.counted("stored_chunks") == {}, "the node has not answered"

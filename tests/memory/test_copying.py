@@ -100,7 +100,7 @@ def batch(rng, count: int, nbytes: int):
 
 
 class Helpers:
-    """A callable that starts `count` threads to share a copy job. With `fails_after_s`, it then raises KeyError."""
+    """A callable that starts `count` threads to share a copy job. If given `fails_after_s`, it raises KeyError then."""
 
     def __init__(self, count: int, fails_after_s: float | None = None) -> None:
         self.count, self.fails_after_s = count, fails_after_s

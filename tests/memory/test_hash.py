@@ -15,7 +15,7 @@ EDGES = [64 * n + d for n in (3, 4, 15, 16, 17, 32, 255, 256, 257) for d in (-1,
 
 @pytest.fixture(params=[True, False])
 def width(request):
-    """Run a test with AVX2 and without. AVX2 is skipped if the processor or the compiled loops lack it."""
+    """Run a test with AVX2 and without. The run with AVX2 is skipped if the processor or the compiled loops lack it."""
     loops = native.loops
     if request.param and (loops is None or not loops.avx2(True)):
         pytest.skip("no AVX2 here")
@@ -29,7 +29,7 @@ def width(request):
 @pytest.mark.usefixtures("width")
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_length_at_the_edges(rng, stream):
-    """Lengths near the size of a stripe, block and TURN of hash.c, and near 240, where XXH3 changes its algorithm."""
+    """Lengths near the sizes in hash.c (stripe, block and TURN), and near 240, where XXH3 changes its algorithm."""
     for nbytes in sorted({*EDGES, *range(236, 300), 16 << 10, (16 << 10) + 1, 100_000, 1 << 20, (1 << 20) + 77}):
         source, target = bytearray(rng.randbytes(nbytes + 64)), bytearray(nbytes + 64)
         for before in (0, 1, 32):

@@ -119,7 +119,7 @@ def test_a_change_between_lookup_and_copy_is_a_miss_or_right(monkeypatch, before
 @HYPOTHESIS
 @given(before=changes, unfinished=changes, asked=st.integers(0, 39))
 def test_a_half_done_change_is_a_miss_or_right(before, unfinished, asked):
-    """A ready chunk must be a hit. In the middle of a change, a read is a miss or gets right bytes."""
+    """The read of a ready chunk must be a hit. The read of a half-changed one is a miss or gets right bytes."""
     writer = Writer()
     for row, number, _ in before:
         writer.put(row, number)

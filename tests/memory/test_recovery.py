@@ -15,7 +15,7 @@ from raykv.memory.table import Table
 
 ROWS, EXTENTS, EXTENT_PAGES = 300, 6, 64
 STEPS = (1, 2, 3, 7, 64, 0)
-"""Pages per slot in each extent. The last extent is free."""
+"""Pages per slot in each extent. 0 means that the extent is free."""
 GROUPS = 3
 TRIALS = 60
 
@@ -236,7 +236,7 @@ def test_an_index_that_does_not_name_each_ready_row_once_is_rebuilt(np_rng, how)
         table.index[places[3]] = table.index[places[4]]
     else:
         entries = table.index[places]
-        table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # their sum and XOR do not change
+        table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # same sum, same XOR
     assert not table.header["dirty"]
     assert recovery.recover(table).ready.tolist() == rows.tolist()
     assert table.find(keys).tolist() == rows.tolist()

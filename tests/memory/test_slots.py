@@ -29,7 +29,7 @@ class Model:
         self.broken = broken
         self.owner: dict[int, int] = {}  # page -> first page of its slot
         self.size: dict[int, int] = {}  # first page -> slot size
-        self.rows, self.row_of = 0, dict[int, int]()  # first page -> row
+        self.rows, self.row_of = 0, dict[int, int]()  # number of rows so far; first page -> row
         self.slots = slots_of(self.column, broken)
 
     def take(self, count: int, size: int) -> None:
@@ -50,7 +50,7 @@ class Model:
             self.size[first] = size
 
     def brute_free(self, size: int, taken: int) -> int:
-        """Count the slots of `size` that were free before the model adds the new slots, extent by extent."""
+        """Count the free slots of `size`, extent by extent. Called before the model adds the slots just taken."""
         total = 0
         for extent in range(EXTENTS):
             users = [s for first, s in self.size.items() if first // EXTENT_PAGES == extent]

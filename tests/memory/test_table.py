@@ -209,7 +209,7 @@ def test_a_change_that_does_not_finish_leaves_its_mark():
 def test_a_row_costs_what_the_config_says():
     """The cost of a row includes both copies of the index."""
     assert f"{ROW_NBYTES} bytes" in str(StorageConfig.__doc__)
-    assert table_nbytes(1 << 20, 1) / (1 << 20) < ROW_NBYTES + 3  # the list of namespaces takes another 2 MB
+    assert table_nbytes(1 << 20, 1) / (1 << 20) < ROW_NBYTES + 3  # the list of namespaces adds 2 bytes a row
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_the_budget_holds_over_the_whole_trace():
 
 
 def made(rng, count: int = 500) -> Trace:
-    """Chats that are evicted between two requests, and prompts that occur once. All begin with one system prompt."""
+    """Make chats, which are evicted between their turns, and prompts that occur once. All share a system prompt."""
     chats = [[(chat, place) for place in range(rng.randrange(2, 9))] for chat in range(60)]
     number: dict[tuple[int, ...], int] = {}
     requests = []

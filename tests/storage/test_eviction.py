@@ -127,7 +127,7 @@ def test_eviction_runs_ahead_of_need(bench):
 
 
 def test_rows_that_run_short_are_freed_ahead_of_need():
-    """Small chunks use up the rows long before the bytes. Eviction ahead of need must free rows, too."""
+    """Small chunks use up the rows long before the bytes. So eviction ahead of need must free rows, not only bytes."""
     bench = Bench.open(arena_nbytes=16 << 20, extent_nbytes=1 << 20)
     names = [f"{number}" for number in range(70)]
     for name in names[:64]:
@@ -240,7 +240,7 @@ def test_a_group_that_cannot_give_its_share_is_helped_out():
         bench.put(name)
     bench.put(LETTERS[16:], group=other)
     bench.store.use_policy(other, "leaf_lru", now_s=bench.now_s)
-    pinned = bench.pin(LETTERS[-1])  # the end of the chain, so all its ancestors must stay, too
+    pinned = bench.pin(LETTERS[-1])  # the end of the chain, which keeps the whole chain
     assert bench.put("uvwxyz", chained=False) == 6
     assert bench.here(LETTERS) == LETTERS[6:]
     bench.store.unpin(pinned)
