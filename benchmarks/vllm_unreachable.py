@@ -3,16 +3,16 @@
 Run by hand, as root: `python -m benchmarks.vllm_unreachable`
 
 A cluster has two nodes. The far node is in a network namespace, behind a link of limited rate. One engine stores
-prompts on the far node. Its answers are the expected answers. An engine on the near node gets the same prompts, several
-at once, and finds them on the far node.
+prompts on the far node, and gives the expected answers. An engine on the near node gets the same prompts, several at
+once, and finds their KV on the far node.
 
 In each round the far node disappears at one of four moments: before the lookup, between lookup and load, during the
 load, or before the engine hands a loaded prompt over to a decode engine. It disappears in one of three ways. It loses
 its address, so that it receives nothing and answers nothing. Or it is stopped with SIGSTOP. Or it is killed.
 
 The output has a line for each way and moment: the outcomes of requests and loads, the longest call of a hook on the
-engine's thread, and the longest wait in a hook (time off the CPU). The last line tells how late a process wakes up that
-only sleeps.
+engine's thread, and the longest wait in a hook (time off the CPU). The last line tells how late a process that only
+sleeps wakes up.
 """
 
 import argparse
@@ -65,7 +65,7 @@ while not ended:
 late.sort()
 print(json.dumps([late[len(late) * 99 // 100], late[-2]]))
 """
-"""Code of a process that sleeps 2 ms at a time, as an idle step of the engine does, and tells how late it wakes up."""
+"""Code of a process that sleeps 2 ms at a time, like an idle step of the engine, and prints how late it wakes up."""
 
 
 class Far:
@@ -130,7 +130,7 @@ def near_address(link: Link) -> str:
 
 
 def fix_neighbour(link: Link) -> None:
-    """Fix the far end's hardware address. Otherwise the kernel notices that the far end is gone, and calls fail."""
+    """Make the far end's hardware address permanent, so that calls do not fail at once when the far end is gone."""
     command = ["ip", "-n", link.space, "-json", "link", "show", "dev", f"{link.space}f"]
     ((device,),) = [json.loads(subprocess.check_output(command))]
     run(
@@ -142,7 +142,7 @@ def fix_neighbour(link: Link) -> None:
 def node_process(
     name: str, home: Path, secret: str, directory: str, within: list[str], **fields: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a node. `within`: a command that starts the node in a network namespace, or nothing."""
+    """Run a node. `within` is a command that runs the node in a network namespace; empty for this namespace."""
     storage = {"arena_nbytes": "3 GiB", "shm_dir": str(home)}
     config = json.dumps({"node_id": name, "cluster": "owners", "storage": storage, **fields})
     command = [*within, sys.executable, "-P", str(NODE), config, secret, directory]
@@ -160,7 +160,7 @@ def node_process(
 
 @contextmanager
 def sleeper() -> Iterator[None]:
-    """Print how late a process wakes up that only sleeps. On a busy machine, a hook that waits is late, too."""
+    """Print how late a process that only sleeps wakes up. On a busy machine, a hook that waits is as late."""
     pipe, command = subprocess.PIPE, [sys.executable, "-c", SLEEPER]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, preexec_fn=die_with_parent) as process:
         yield
@@ -171,7 +171,7 @@ def sleeper() -> Iterator[None]:
 
 @dataclass
 class Tally:
-    """What happened in the rounds of one way and moment."""
+    """What happened in the rounds in which the far node disappeared in one way at one moment."""
 
     rounds: int = 0
     failed: int = 0
@@ -190,7 +190,7 @@ class Tally:
 
 
 class Loads:
-    """Makes the far node disappear at the start of a load or during a load, from the threads that load."""
+    """Makes the far node disappear when a load starts, or some time later. Wraps `Client.get` to notice the start."""
 
     def __init__(self) -> None:
         self._due: tuple[Far, str, float] | None = None
@@ -266,7 +266,7 @@ def counted_loads(engine: LLM) -> Counter[str]:
 
 
 class Rounds:
-    """Sends prompts that the far node holds to the near engine, while the far node disappears."""
+    """Sends prompts to the near engine while the far node, which holds their KV, disappears."""
 
     def __init__(self, engine: LLM, far: Far, hooks: Hooks, stored: list[tuple[list[int], list[int]]]) -> None:
         self._engine, self._far, self._hooks, self._stored = engine, far, hooks, stored
@@ -353,7 +353,7 @@ def main() -> None:
 
 
 def near_node(stack: ExitStack, link: Link, directory: InProcessMembership, secret: str, home: Path) -> str:
-    """Start the near node on this host, and wait until both nodes know each other. Returns its address."""
+    """Start the near node on this host, and wait until both nodes know each other. Returns the near node's address."""
     served = SocketServer(
         MembershipProxyServer(directory, "near"),
         "127.0.0.1:0",

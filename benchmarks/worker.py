@@ -77,7 +77,7 @@ class Worker:
         return {"about": self._system.about(), "shared": self._system.shared, "faces": list(self._faces)}
 
     def measure(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Measure one workload on one line. Return `summary`, or "unsupported" if the line cannot."""
+        """Measure one workload on one line. Return its `summary`, or "unsupported" if the line lacks the workload."""
         face, workload = self._faces.get(request["face"]), Workload.parse(request["workload"])
         if face is None or not face.supports(workload):
             return {"unsupported": True}

@@ -20,7 +20,7 @@ LOOKUP_BATCH: Final = 1000
 POOL_NBYTES: Final = 256 * MIB
 """Size of the memory from which objects are cut. It is larger than a last-level cache, so objects are not cached."""
 INTO_NBYTES: Final = 128 * MIB
-"""Memory that a get writes into; successive calls write to successive parts."""
+"""Size of the memory that gets write into. Successive calls write to successive parts."""
 STORE_NBYTES: Final = 2 * GIB
 """Memory that each store may use, except in the mixed run. It is large enough that nothing is evicted."""
 OBJECTS: Final = {16 * KIB: 4096, 64 * KIB: 2048, MIB: 256, 4 * MIB: 64}
@@ -33,8 +33,8 @@ CALLS: Final = {
 LOOKUP_CALLS: Final = {1: 1000, LOOKUP_BATCH: 20}
 MANY_LOOKUP_CALLS: Final = 200
 FIRST_LOOKUP_CALLS: Final = 20
-"""Number of lookup batches among very many keys. The first FIRST_LOOKUP_CALLS come after a pause, and have a figure of
-their own too."""
+"""Number of batches in one measurement of lookups among very many keys. The first FIRST_LOOKUP_CALLS batches follow a
+pause; a second figure is for them alone."""
 LOOKUP_NBYTES: Final = 16
 """Size of each object in the lookups among very many keys."""
 

@@ -55,7 +55,7 @@ class Engine:
         raise RuntimeError("the engine has ended")
 
     def turn(self) -> float:
-        """Run one turn. Returns its seconds."""
+        """Let the engine prefill `options.prompts` prompts. Returns how many seconds they took."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()

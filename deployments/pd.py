@@ -39,7 +39,7 @@ class PDArgs(Model):
         max_model_len: Maximum number of tokens in a prompt and its answer together.
         block_tokens: Number of tokens in an engine's block, and in a chunk of the pool.
         kv_cache_nbytes: Memory for the KV of running requests, in each engine. None: vLLM decides.
-        engine_prefix_caching: Whether each engine also uses its own prefix cache.
+        engine_prefix_caching: Whether each engine uses its own prefix cache in addition to the pool.
         pool: Name of the raykv cluster.
         pool_nbytes: Start the raykv cluster with this much memory on each Ray node. None: it runs already (`raykv up`).
         engine: Further arguments of vLLM, such as tensor_parallel_size.
@@ -122,7 +122,7 @@ def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict
                 "kv_connector_module_path": "raykv.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                # A node on a busy CPU may answer late. An engine step takes seconds there, so a save may wait long.
+                # A node on a busy CPU may answer late. A save may wait long, because an engine step takes seconds.
                 "kv_connector_extra_config": {"cluster": args.pool, "store_timeout_s": 0.1},
             },
         },

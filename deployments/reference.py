@@ -1,4 +1,4 @@
-"""Answers requests with a plain vLLM engine, without raykv or a prefix cache, for comparison with the demo's.
+"""Answers requests with a plain vLLM engine, without raykv or a prefix cache, for comparison with the demo's answers.
 
     python -m deployments.reference --model FOLDER --answer-tokens 40
 

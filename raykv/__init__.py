@@ -78,7 +78,7 @@ _ON_FIRST_USE: Final = {
     "Ticket": "raykv.protocol.ticket",
     "Why": "raykv.client.why",
 }
-"""Public names that are imported at first use, and their modules. A node starts faster without these modules."""
+"""Maps public names to modules that are imported only at first use, so that a node starts faster."""
 
 
 def connect(namespace: Namespace, *, address: str | None = None, secret: str | None = None, **config: Any) -> "Client":
@@ -94,7 +94,7 @@ def connect(namespace: Namespace, *, address: str | None = None, secret: str | N
 
     Raises:
         ConfigError: A field is wrong, or no address is found.
-        TransientError: No node answers at the address. Without an address: this Ray node has no raykv node.
+        TransientError: No node answers at the address, or no address is given and this Ray node has no raykv node.
     """
     from raykv.client.client import Client
     from raykv.client.router import Router

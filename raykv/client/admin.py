@@ -103,7 +103,7 @@ class AdminCalls:
 
             * "namespace": the Namespace; "config": its NamespaceConfig.
             * "chunks", "used_nbytes": number and bytes of the chunks in memory.
-            * "below_nbytes": bytes on SSD and file, by tier.
+            * "below_nbytes": bytes below memory, by tier (SSD and file).
             * "reads": number of reads of chunks in memory.
             * "requests", "served_nbytes": number of requests, and bytes in the answers.
             * "departures": number of removed chunks, by reason.
@@ -121,8 +121,7 @@ class AdminCalls:
         Pinned chunks are dropped when they are unpinned.
 
         Returns:
-            The sum of the nodes' counts. A node counts its copies in memory and its copies below memory, and uses the
-            larger count.
+            The sum of one count per node: its copies in memory or its copies below memory, whichever are more.
         """
         request = messages.Delete(chunk_keys.to_bytes(self._as_keys(keys)), group=self._group.digest)
         return sum(_counts(self.router.ask_all(request, self.router.deadline(timeout_s))))
@@ -298,7 +297,7 @@ def _plain(value: Any) -> Any:
 
 
 def report(router: Router, namespace: Namespace, deadline_s: float) -> None:
-    """Send this client's counts since the last report to one node. Ask all members first why chunks were missed."""
+    """Send this client's new counts to one node. Before that, ask all members why chunks were missed."""
     group = namespace.group.digest
     misses, absent, gets, puts = router.metrics(group).reset()
     if not (misses or absent or any(gets) or any(puts)):
