@@ -15,8 +15,8 @@ The harness gives these hints, and the functions of the vLLM connector read them
 * The session's id, which is inferred from earlier calls only.
 * `session_end` with the last call of the session in the trace. A real harness knows when its task ends. It does not
   know whether other sessions read the same blocks later. In one mode, other calls get this hint by mistake.
-* `pin_s` with every call without `session_end`, because a tool call follows. A real harness sees in the model's answer
-  that the session continues. The time is a quantile of the pauses that have ended so far.
+* `pin_s` with every call that has no `session_end`, because a tool call follows. A real harness sees in the model's
+  answer that the session continues. The time is a quantile of the pauses that have ended so far.
 
 No hint raises the priority of a shared system prompt, because no block of the trace is in more than 24 requests.
 """

@@ -36,7 +36,7 @@ class Phase:
     rows: tuple[Row, ...]
 
     def only(self, peers: set[str]) -> "Phase":
-        """Return this phase without the peers whose names are not in `peers`."""
+        """Return this phase with only those peers whose names are in `peers`. raykv and the limits stay."""
         specs = tuple(spec for spec in self.specs if peer_of(spec) in {"", *peers})
         names = {spec.name for spec in specs}
         return Phase(self.name, specs, tuple(row for row in self.rows if row.worker in names))

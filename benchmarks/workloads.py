@@ -20,7 +20,7 @@ LOOKUP_BATCH: Final = 1000
 POOL_NBYTES: Final = 256 * MIB
 """Size of the memory from which objects are cut. It is larger than a last-level cache, so objects are not cached."""
 INTO_NBYTES: Final = 128 * MIB
-"""Size of the memory that gets write into. Successive calls write to successive parts."""
+"""Size of the memory into which objects are read. Successive calls use successive parts."""
 STORE_NBYTES: Final = 2 * GIB
 """Memory that each store may use, except in the mixed run. It is large enough that nothing is evicted."""
 OBJECTS: Final = {16 * KIB: 4096, 64 * KIB: 2048, MIB: 256, 4 * MIB: 64}

@@ -26,8 +26,8 @@ SETTINGS = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
-"""Environment variables for Ray on a small, busy machine. `LocalRay` sets them in this process, for drivers
-and for the nodes that it starts."""
+"""Environment variables for Ray on a small, busy machine. `LocalRay` sets them in this process, for drivers and for the
+nodes that it starts."""
 
 
 class LocalRay:

@@ -140,7 +140,7 @@ class AdminCalls:
         Args:
             ttl_s: The chunks expire after this time. 0: never. None: no change.
             priority: -100 to 100. Higher priorities are evicted later. None: no change.
-            output_tokens: Number of tokens that the request with these chunks produced until it ended. The policy
+            output_tokens: Number of output tokens of the request that had these chunks and has ended. The policy
                 `density` learns from this hint which chunks are read again. The vLLM connector sends this hint.
 
         Returns:

@@ -118,7 +118,7 @@ def token_ids(tokens: Any) -> npt.NDArray[np.int64]:
 
 
 def buffers(field: str, many: Any, count: int, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
-    """Check that `many` has one entry per key. Return the byte views of each entry, and the bytes of each entry."""
+    """Check that `many` has one entry per key. Return each entry's byte views, and each entry's length in bytes."""
     if not isinstance(many, Sequence | np.ndarray) or isinstance(many, str):
         raise UsageError(f"field '{field}': {type(many).__name__}; give a list with one entry a key")
     if len(many) != count:
