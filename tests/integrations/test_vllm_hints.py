@@ -377,7 +377,7 @@ def test_a_prefill_engine_hands_hints_to_the_decode_engine(agents: Callable[[], 
     assert agent.ranks(prompt) == [0] * 8, "the session has not ended yet"
 
 
-# -- what it is worth ----------------------------------------------------------------------------------------------
+# -- what hints are worth ------------------------------------------------------------------------------------------
 
 
 def turns(seed: object) -> Iterator[tuple[str, list[int], bool]]:

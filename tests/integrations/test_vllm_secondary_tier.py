@@ -426,7 +426,7 @@ def test_a_prompt_is_stored_as_a_chain(start: Start, cluster: raykv.EmbeddedClus
         assert store.table.columns.parent[rows].tolist() == [-1, *rows[:3].tolist()]
 
 
-# -- what must be equal -------------------------------------------------------------------------------------------
+# -- which engines are refused, and which share chunks ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

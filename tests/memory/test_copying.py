@@ -194,7 +194,7 @@ def test_a_process_that_may_have_no_more_threads_copies_alone(monkeypatch, rng):
 
 @pytest.mark.parametrize("loops", ["compiled"], indirect=True)
 def test_a_child_by_fork_has_threads_of_its_own(rng, loops):
-    """The child is forked while a lock of the parent's executor is held. So it must not use that executor."""
+    """The child must not use the parent's executor, because it is forked while a lock of that executor is held."""
     threads = CopyThreads(2)
     slots, values, _ = batch(rng, 4, 1 << 20)
     expected = [checksum_of(value) for value in values]

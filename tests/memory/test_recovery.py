@@ -89,7 +89,7 @@ def brute_states(table: Table) -> tuple[list[int], list[int]]:
 
 
 def brute_problem(table: Table) -> str:
-    """Return the problem that recovery must report. "": there is none; "any": recovery may report one of several."""
+    """Return the problem that recovery must report: "" for none, "any" if it may report any one of several problems."""
     cells, sizes = table.cells, table.extent_slots.tolist()
     if any(size % PAGE or size > EXTENT_PAGES * PAGE for size in sizes):
         return "extents of impossible slot sizes"
@@ -263,7 +263,7 @@ def test_readers_find_every_chunk_while_the_index_is_rebuilt(monkeypatch):
 
 
 def test_a_link_whose_depths_do_not_agree_is_dropped():
-    """A chunk's stored depth should be its parent's depth plus one. Otherwise its link to the parent is wrong."""
+    """Where a chunk's depth is not its parent's depth plus one, the link to the parent is wrong."""
     table = small_table()
     columns, rows = table.columns, np.arange(4, dtype=np.int32)
     table.insert(np.arange(1, 9, dtype=np.uint64).reshape(4, 2), rows)

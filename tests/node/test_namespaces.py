@@ -1,4 +1,4 @@
-"""Namespaces at run time: configured, listed and dropped on all nodes, also over restarts and while clients write."""
+"""Namespaces at run time: configured, listed and dropped on all nodes, across restarts and while clients write."""
 
 import subprocess
 import sys
