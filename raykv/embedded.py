@@ -44,7 +44,7 @@ class EmbeddedCluster:
         return number
 
     def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> "Client":
-        """Make a client that connects to node `node`, on the same host. `config`: fields of ClientConfig."""
+        """Make a client on the host of node number `node`. `config`: fields of ClientConfig."""
         from raykv.client.client import Client
         from raykv.client.router import Router
 
@@ -61,7 +61,7 @@ class EmbeddedCluster:
         self.nodes[node].stop(leave=False)
 
     def settle(self, *, timeout_s: float = 10.0) -> None:
-        """Wait until all live nodes have the directory's view, and have announced all chunks to the keys' owners.
+        """Wait until all live nodes have the directory's view, and have announced all their chunks to the owners.
 
         This also waits until the view contains all live nodes and no other node.
 
@@ -125,7 +125,7 @@ def embedded(
         for _ in range(nodes):
             cluster.add()
         cluster.settle()
-    except BaseException:  # the caller gets no object to close
+    except BaseException:  # the caller gets no object that it could close
         cluster.close()
         raise
     return cluster

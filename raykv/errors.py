@@ -11,7 +11,7 @@
     └── LostError           stored bytes are gone: recompute the chunk
 
 A miss, a full arena during `put`, and a stale location raise no error. The engine adapters (`raykv.integrations`) catch
-`RayKVError` and recompute, so the cache never fails a request.
+`RayKVError` and recompute, so no error of the cache makes a request fail.
 """
 
 

@@ -41,9 +41,9 @@ _NO_NODE: Final = "no node of the cluster runs on this host"
 class Client(AdminCalls):
     """One process's access to one namespace. Thread-safe. A forked child can use it, and opens new connections.
 
-    The argument `keys` is a list of names, or an array that the method `keys` or `chain` returned. If another node
-    fails during a read, its chunks are misses, and no exception is raised. A wrong argument raises UsageError, which
-    names the argument.
+    The argument `keys` is a list of names, or an array that the method `keys` or `chain` returned. If
+    a read from another node fails, the chunks of that read are misses, and no exception is raised. A wrong argument
+    raises a UsageError that names the argument.
     """
 
     def __init__(self, namespace: Namespace, router: Router) -> None:
@@ -53,7 +53,7 @@ class Client(AdminCalls):
         self._recorder = TraceRecorder(router.send_trace, namespace.chunk_tokens)
 
     def using(self, namespace: Namespace) -> "Client":
-        """Make a client for another namespace that shares this client's connections."""
+        """Make a client for another namespace. The new client shares this client's connections."""
         return Client(instance("namespace", namespace, Namespace, "make one with raykv.Namespace(...)"), self.router)
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Client(AdminCalls):
             timeout_s: A chunk whose owner does not answer within this time counts as not stored.
             promote: Whether to ask the holders to load matching chunks from SSD or file into memory. This call does not
                 wait until they are loaded. With a ticket, `promote` has no effect.
-            record: Record this call as one request while `raykv record` runs.
+            record: Whether this call counts as a request while `raykv record` runs.
 
         Raises:
             NamespaceMismatch: The ticket was made under another namespace.
@@ -122,7 +122,7 @@ class Client(AdminCalls):
     def _holders(
         self, keys: KeyArray, nbytes: npt.NDArray[np.uint32], ticket: Ticket | None, deadline_s: float
     ) -> tuple[list[NodeId | None], Bits]:
-        """Return for each chunk a holder, and whether the chunk is only on SSD or file on all its holders.
+        """Return for each chunk a holder, and whether all its holders have the chunk only on SSD or file.
 
         Args:
             nbytes: Length of each chunk in this host's memory, 0 for other chunks. This method replaces each 0 by the
@@ -162,8 +162,7 @@ class Client(AdminCalls):
     def absent(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
         """Return for each chunk whether its owner answers that no node holds it, shape [n].
 
-        Unlike a chunk that is not in `exists`, an absent chunk is gone: its owner was there to say so. This does not
-        count as a read of the chunks.
+        If its owner does not answer, the result for a chunk is False. This call does not count as a read of the chunks.
         """
         found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
         gone: Bits = self._fetcher.lengths(found, deadline_s) == 0
@@ -233,7 +232,7 @@ class Client(AdminCalls):
         try:
             return self._fetcher.read_here(keys, into, deadline_s)
         except (BufferError, TypeError, ValueError):
-            buffers("into", into, len(keys), writable=True)  # raises an error that names the wrong buffer
+            buffers("into", into, len(keys), writable=True)  # raises an error that says which buffer is wrong
             raise
 
     def pin(self, keys: Keys, *, timeout_s: float | None = None) -> Pins:
@@ -351,8 +350,8 @@ class Client(AdminCalls):
         """Store one chunk under a 16-byte key. The chunk belongs to no chain. Arguments and errors as for `put`.
 
         Returns:
-            With `wait=True`: whether the chunk is stored now. With `wait=False`: whether it was stored already, or its
-            commit was sent. For example, the result is False if the arena is full or no node answers.
+            With `wait=True`: whether the chunk is stored now. With `wait=False`: True also if the chunk's
+            commit was only sent. For example, the result is False if the arena is full or no node answers.
         """
         put = Put(chunk_keys.from_bytes(one_key(key)), [value], chained=False, ttl_s=ttl_s, priority=priority)
         done = self.put_many([put], wait=wait, timeout_s=timeout_s)
@@ -413,7 +412,7 @@ class Client(AdminCalls):
     # -- internal ---------------------------------------------------------------------------------------------------
 
     def _add_misses(self, keys: Sequence[bytes], began_s: float) -> None:
-        """Count misses. A failed read of the key after `began_s` gives the reason. `report` looks up other reasons."""
+        """Count misses by reason: failed reads since `began_s`. `report` finds the reasons of other keys."""
         router, now_s = self.router, time.monotonic()
         reasons: Counter[str] = Counter()
         absent = []

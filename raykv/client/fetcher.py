@@ -1,6 +1,7 @@
 """Reads chunks from this host's memory, from known holders, and through the owners of the keys.
 
-A data path (`raykv.transport.data_path`) moves the bytes. If another node fails, its chunks are misses.
+A data path (`raykv.transport.data_path`) moves the bytes. If a read from another node fails, the chunks of that read
+are misses.
 """
 
 import os
@@ -66,14 +67,14 @@ class Fetcher:
         self._read(self._runs(progress, shares), deadline_s)
 
     def find(self, progress: ReadProgress, deadline_s: float) -> None:
-        """Ask the owners of the missing chunks to send them. Then read from the holders that the owners name.
+        """Request the missing chunks from their owners. Then read from the holders that the owners name.
 
         An owner often holds the chunks itself. So one request asks the owner for the chunks, and for the holders of the
-        chunks that the owner lacks. If a chunk has several holders, they are tried one after the other.
+        chunks that the owner lacks. The holders of a chunk are tried one after the other.
         """
         named: dict[int, Holders] = {}
         unknown, view = progress.missing(), View()
-        # If an answer has a greater epoch, the loop asks the owners of the newer view about the remaining chunks.
+        # If an answer shows that there is a newer view, the loop asks its owners about the remaining chunks.
         while unknown and (newest := self._router.view(deadline_s)).epoch > view.epoch:
             view = newest
             shares = view.ring.shares(progress.keys[unknown])
@@ -115,7 +116,7 @@ class Fetcher:
                 self._add_failure(map(progress.raw_key, run.corrupt), "corrupt", run.holder)
             if isinstance(outcomes[number], RayKVError):
                 self._add_failure(map(progress.raw_key, run.missing), "no_answer", run.holder)
-            if run.gone:  # ask the holder to tell the owners which of these chunks it still has
+            if run.gone:  # the holder is to report to the owners which of these chunks it has
                 request = messages.Suspect(progress.raw_keys(sorted(run.gone)), group=self._group)
                 router.parallel.in_background(partial(router.call, run.holder, request, deadline_s))
 

@@ -38,7 +38,7 @@ class Reservation:
     def __init__(self, writer: Writer | None, lent: LentBatch) -> None:
         """Use `Client.reserve` instead. `writer` None: there are no views."""
         self._lent = lent
-        self._writer = writer if lent.slots else None  # None after `commit` or `abort`, too
+        self._writer = writer if lent.slots else None  # None without views, and after `commit` or `abort`
         self.index: npt.NDArray[np.int32] = np.array(lent.positions, np.int32)
         self.views = lent.views
         self.reason = lent.reason
@@ -46,8 +46,8 @@ class Reservation:
     def valid(self, *, timeout_s: float = 1.0) -> bool:
         """Return whether the caller may write to the views for the next QUARANTINE_S - TRUST_S seconds.
 
-        False: the caller must not write any more. The connection broke, the node does not answer, or `commit` or
-        `abort` was called.
+        False: the caller must not write any more, because the connection broke, the node does not answer, or the slots
+        were committed or given back.
 
         Args:
             timeout_s: How long to wait for the node. The node is asked only if its last answer is older than TRUST_S.

@@ -19,7 +19,7 @@ from raykv.transport.link import Link
 from raykv.types import KeyArray
 
 CHECK_S: Final = 1.0
-"""Minimum time between two checks whether the node still uses the mapped files."""
+"""Minimum time between two checks of whether the node still uses the mapped files."""
 
 
 class LocalConnection:
@@ -70,7 +70,7 @@ class LocalConnection:
                     self.reader = ShmReader(*files, writable=True)
                 self.attached = attached
                 return link, self.reader
-        except BaseException:  # after an interrupt too, because no other code closes the link
+        except BaseException:  # includes interrupts, because no other code closes the link
             link.close()
             raise
 

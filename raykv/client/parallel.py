@@ -32,7 +32,7 @@ class Parallel:
     def run(self, work: Mapping[K, Callable[[], T]]) -> dict[K, T | RayKVError]:
         """Run all tasks, and wait for them. If a task raises a RayKVError, the error is the task's result.
 
-        The calling thread runs tasks too. So the work is done even if all worker threads are busy with other calls.
+        The calling thread runs tasks itself. So the work is done even if all worker threads are busy with other calls.
         Each task must have its own deadline, because this method waits without a time limit.
         """
         waiting = deque(work.items())

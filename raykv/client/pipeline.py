@@ -21,10 +21,10 @@ from raykv.transport.forking import drop_after_fork
 from raykv.transport.link import Link
 
 MAX_POSTED_KEYS: Final = 2048
-"""All unanswered requests together have at most this many keys. A larger request waits until no other is unanswered.
-Requests and answers with this many keys fit into the socket's buffers, so neither end blocks in a send."""
+"""Largest number of keys of all unanswered requests together. A request with more keys is sent only if no other request
+is unanswered. Requests and answers with this many keys fit into the socket's buffers, so that no send blocks."""
 POST_S: Final = 1.0
-"""Time limit to send one request, or to receive an answer of which a part has arrived."""
+"""Time limit to send one request, and to receive the rest of an answer that has begun to arrive."""
 SLICE_S: Final = 0.001
 """A thread waits at most this long for an answer while it holds the lock. Then it lets other threads use the
 connection."""

@@ -94,7 +94,7 @@ class _RemoteWrite:
 
     def __init__(self, group: Namespace, batch: Batch, values: Values, deadline_s: float) -> None:
         self._group, self._batch, self._values, self._deadline_s = group, batch, values, deadline_s
-        self._offered: set[int] = set()  # positions that an earlier attempt may have stored
+        self._offered: set[int] = set()  # positions of chunks that an earlier attempt may have stored
         self._positions: list[int] = []
 
     def send(self, link: Link) -> PutResult:

@@ -61,7 +61,7 @@ class Router:
         """Join through the node at `config.address`.
 
         Raises:
-            ConfigError: No address is given, or "host:port" without a secret.
+            ConfigError: There is no address, or the address is "host:port" and there is no secret.
             TransientError: No node answers at the address.
         """
         address = config.address
@@ -88,7 +88,7 @@ class Router:
         self.paths = open_data_paths(PathEnvironment(self.pool, host, config.verify, self.copy_threads))
         try:
             self.refresh(deadline_s)
-        except BaseException:  # the caller gets no object to close
+        except BaseException:  # the caller gets no object that it could close
             self.close()
             raise
         if self.local is None:
@@ -101,7 +101,7 @@ class Router:
         return self.local.attached
 
     def _find_local(self, deadline_s: float) -> None:
-        """Connect to a node of this host if there is one. This client has joined through another node, by TCP."""
+        """Connect to a node of this host if there is one. Needed if the client has joined through a TCP address."""
         for member in self._view.members:
             if self.local is None and self.is_near(member):
                 try:
@@ -145,7 +145,7 @@ class Router:
         return self._view
 
     def refresh(self, deadline_s: float) -> View:
-        """Fetch the view from this host's node, or from any other node.
+        """Fetch the view from the first node that answers: see `ask_any`.
 
         Raises:
             TransientError: No node answers.
@@ -254,7 +254,7 @@ class Router:
         )
         unknown, view = np.arange(count), View()
         while len(unknown) and time.monotonic() < deadline_s and self.view(deadline_s).epoch > view.epoch:
-            view = self._view  # if an answer has a greater epoch, the loop asks the owners of the newer view
+            view = self._view  # if an answer shows that there is a newer view, the loop asks its owners
             shares = {owner: unknown[share] for owner, share in view.ring.shares(keys[unknown]).items()}
             work = {
                 owner: partial(self.ask_owner, owner, keys[share], group, deadline_s) for owner, share in shares.items()

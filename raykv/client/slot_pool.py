@@ -53,8 +53,8 @@ class SlotPool:
     def pop_surplus(self, idle_since_s: float) -> list[Slot]:
         """Remove the slots that the pool does not need, and return them.
 
-        If the pool was not used since `idle_since_s` and no slots are coming, these are all slots. Otherwise they are
-        the slots above `most`.
+        If the pool was not used since `idle_since_s` and no slots are coming, remove all slots. Otherwise leave `most`
+        slots.
         """
         if self.used_at_s < idle_since_s and not self.coming:
             self.wanted = 0
@@ -68,8 +68,8 @@ class SlotPool:
     def lacking(self) -> int:
         """Return how many slots to request in advance.
 
-        If the pool has more than half of the `wanted` slots, the result is 0. Slots in `coming` count too. Otherwise
-        this method doubles `wanted`, so that a busy pool needs few requests, and returns how many slots are lacking.
+        If `slots` and `coming` together have more than half of `wanted`, the result is 0. Otherwise this method doubles
+        `wanted`, so that a busy pool needs few requests, and returns how many slots are lacking.
         """
         have = len(self.slots) + self.coming
         if 2 * have > self.wanted:
@@ -80,7 +80,7 @@ class SlotPool:
 
 @dataclass(slots=True, eq=False)
 class LentBatch:
-    """Lent slots for the chunks of a batch that are not stored yet. The writer fills and then commits the slots.
+    """Slots lent for those chunks of a batch that are not stored yet. The writer fills and then commits the slots.
 
     Attributes:
         group: The quota group.

@@ -107,7 +107,7 @@ class SlotSupply:
         return True
 
     def _request(self, group: Namespace, batch: Batch, pool: SlotPool, needed: int, deadline_s: float) -> Posted:
-        """Request `needed` slots, for which the node evicts chunks. Also request slots that are free, for the pool."""
+        """Request `needed` slots, for which the node may evict chunks, and free slots to fill up the pool."""
         pipeline = self.pipeline
         if group.digest not in self.opened:
             self._open(group, pool.life, deadline_s)
@@ -150,7 +150,7 @@ class SlotSupply:
     def put_back_locked(self, lent: LentBatch, slots: Sequence[Slot]) -> None:
         """Put unused slots back into their pool, unless their lease has ended.
 
-        The commit's request for `lent.ahead` slots is answered or was never sent, so these slots are no longer coming.
+        Also subtract `lent.ahead` from the pool's `coming`, because the commit was answered or never sent.
         """
         if lent.pool is not None and lent.life == self.pipeline.life:
             lent.pool.slots += slots

@@ -11,11 +11,11 @@ from raykv.types import KeyArray
 
 SEND_S: Final = 0.2
 SEND_KEYS: Final = 1 << 14
-"""`record` sends all collected requests if SEND_S have passed since the last send, or if they have SEND_KEYS keys."""
+"""`record` sends the collected requests SEND_S after the last send, or earlier if they have SEND_KEYS keys together."""
 
 
 class TraceRecorder:
-    """Collects requests, and sends several of them at once. Thread-safe."""
+    """Collects requests, and sends them together. Thread-safe."""
 
     def __init__(self, send: Callable[[list[TracedRequest]], None], chunk_tokens: int) -> None:
         """`send` sends requests to the node. It must not raise."""

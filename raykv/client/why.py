@@ -98,8 +98,8 @@ class Why:
 class PromptKeys:
     """Derives the keys of a prompt's chunks under several namespaces. Each key is derived only once.
 
-    Another namespace may cut the prompt into chunks of another size. Then this class takes the last token of the given
-    chunk, and derives the key of the other namespace's chunk with this token.
+    Another namespace may cut the prompt into chunks of another size. Then this class derives the key of that
+    chunk of the other namespace that contains the given chunk's last token.
     """
 
     def __init__(self, tokens: npt.NDArray[np.integer[Any]], chunk_tokens: int) -> None:
@@ -122,7 +122,7 @@ class Inquiry:
     def __init__(
         self, router: Router, namespace: Namespace, derive: Derive, *, elsewhere: bool, deadline_s: float
     ) -> None:
-        """Prepare the call. If `elsewhere`, also search other namespaces, for the keys that `derive` returns."""
+        """Prepare the call. If `elsewhere`, `run` also searches other namespaces, for the keys from `derive`."""
         self._router, self._namespace, self._derive, self._deadline_s = router, namespace, derive, deadline_s
         self._others: list[Namespace] | None = None if elsewhere else []
         self._other_keys = MAX_OTHER_KEYS
@@ -213,7 +213,7 @@ def ask_members(
 def _histories(node: NodeId, answer: messages.Histories, count: int) -> Iterator[tuple[tuple[int, float], Why | None]]:
     """Yield for each chunk what one member knows of the chunk, with a rank. The caller uses the lowest rank.
 
-    The ranks from low to high: in memory, in a tier below memory, removed (a later removal is lower), not known.
+    The ranks from low to high: in memory, in a tier below memory, removed (the later, the lower), not known.
     """
     places, reasons, tiers, policies = (
         array(raw, "u1", count).tolist() for raw in (answer.places, answer.reasons, answer.tiers, answer.policy)
@@ -234,7 +234,7 @@ def _alike(namespace: Namespace, texts: Collection[str]) -> list[Namespace]:
     """List other namespaces under which the same tokens may be stored, the most similar first.
 
     `texts` are the fields of the quota groups in use, as JSON. A quota group has no salt and no adapter. So each group
-    is tried with the salt and adapter of `namespace`, and without them.
+    is tried with and without the salt of `namespace`, and with and without its adapter.
     """
     groups = [namespace.group, *map(Namespace.model_validate_json, sorted(texts))]
     made = {
@@ -248,7 +248,7 @@ def _alike(namespace: Namespace, texts: Collection[str]) -> list[Namespace]:
 
 
 def _with_failure(why: Why, failure: ReadFailure | None, now_s: float) -> Why:
-    """Return the read failure as a Why. If there is none, or the chunk was removed after it, return `why`."""
+    """Return the read failure as a Why. Return `why` if there is no failure, or if the chunk was removed later."""
     if failure is None:
         return why
     ago_s = now_s - failure.when_s

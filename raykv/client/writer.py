@@ -4,7 +4,7 @@ The writer has a separate connection, so a waiting reader never blocks a writer.
 needed (`raykv.client.slot_pool`). A put copies and hashes the bytes in one pass, and sends one Commit. The answer to
 the Commit lends the next slots. If a put does not wait, a later call collects the answer.
 
-A call that reaches its deadline does not lose the connection or its leases: see `raykv.client.pipeline`.
+After a call has reached its deadline, the connection and the leases remain: see `raykv.client.pipeline`.
 """
 
 import time
@@ -163,7 +163,7 @@ class Writer:
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
     def lend(self, group: Namespace, batch: Batch, *, deadline_s: float) -> LentBatch:
-        """Get slots for the chunks of a batch that are not stored here. If slots are lacking, `reason` says why.
+        """Get slots for those chunks of a batch that this node lacks. If there are too few, `reason` says why.
 
         Raises:
             UsageError: The size does not fit an extent.
@@ -247,7 +247,7 @@ class PendingCommit:
         return messages.Commit(tuple(map(_run_of, self._filled)), group=self._group.digest)
 
     def finish_locked(self, outcome: Outcome) -> None:
-        """Set `result`. Put unused slots back into their pools. If the node refused a run, give its slots back.
+        """Set `result`. Put unused slots back into their pools. Give back the slots of the runs that the node refused.
 
         Raises:
             ProtocolError: The answer is wrong. All chunks count as skipped.

@@ -1,4 +1,4 @@
-"""Runs raykv on Ray. Ray places, starts and restarts the processes, and finds them by name. It carries no chunks."""
+"""Runs raykv on Ray. Ray places, starts and restarts the processes, and finds them by name. Ray carries no chunks."""
 
 from raykv.cluster.control import find_address, record, start, status, stop, upgrade
 

@@ -249,8 +249,8 @@ class NodeActor:
     def _await_room(self) -> None:
         """Repeatedly try to remove memory of dead nodes. After a success, end this process, so Ray restarts the actor.
 
-        A Ray node that restarts gets a new id. Until the removal, the memory of its earlier raykv node still occupies
-        the host.
+        This is needed because a Ray node that restarts gets a new id, while the memory of its earlier raykv node still
+        occupies the host.
         """
         while not self._stopping.wait(RETRY_ROOM_S):
             try:

@@ -31,8 +31,8 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
         The result of `status`.
 
     Raises:
-        ConfigError: A field is wrong, or a cluster of this name runs with another config. Or a node cannot run with
-            this config, for example because of too little memory; then call `stop` before the next `start`.
+        ConfigError: A field is wrong, a cluster of this name runs with another config, or a node cannot run with this
+            config (for example because of too little memory). In the last case, call `stop` before the next `start`.
         PeerUnavailable: Some nodes did not start in time. The message names these nodes, and the reason if known.
     """
     wanted = ClusterConfig.load({**(config.model_dump(exclude_unset=True) if config else {}), **fields})
@@ -173,7 +173,7 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
 
 
 def _fetch_records(name: str, on: bool) -> list[TracedRequest]:
-    """Fetch the requests recorded since the last fetch from all nodes that answer, and turn recording on or off."""
+    """Ask all nodes for the requests recorded since the last fetch, and turn recording on or off."""
     _directory(name)
     asked = [actor.record.remote(on) for actor in node_actors(name).values() if actor]
     requests: list[TracedRequest] = []

@@ -42,7 +42,7 @@ class NodeConfig(Model):
 
     @property
     def local_address(self) -> str:
-        """The node's Unix socket for processes of this host. With anonymous memory, the socket is abstract: no file."""
+        """The node's Unix socket for processes of this host. With anonymous memory, the socket has no file."""
         if self.file_prefix is None:
             return f"unix:@raykv-{self.cluster}-{self.node_id}-{os.getpid()}"
         return f"unix:{self.file_prefix}.sock"
