@@ -18,8 +18,7 @@ MOST_METHODS = 30
 MOST_FUNCTION_LINES = 50
 MOST_PARAMETERS = 7
 EXEMPT: dict[str, str] = {}
-"""What may be larger than the limits: "path" or "path:name" -> reason. The first lines of such a file also give the
-reason."""
+"""What may be larger than the limits: "path" or "path:name" -> reason. The file begins with the same reason."""
 
 NEVER = {
     "protocol": {"memory", "storage", "eviction", "tier", "transport", "membership", "node", "client", "supervisor"},
@@ -74,7 +73,7 @@ def package_of(module: str) -> str:
 
 @cache
 def imports_of(path: Path) -> frozenset[str]:
-    """Return the full names of all that a file imports, also within functions and for type checks."""
+    """Return the full names of all that a file imports, including imports in functions and under TYPE_CHECKING."""
     found = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -213,7 +212,7 @@ def word_problems() -> Iterator[Problem]:
 
 
 def words_in(path: Path, text: str) -> list[str]:
-    """Return the lines of a file. In Python, strings within one line are left out unless they are docstrings."""
+    """Return the lines of a file. In Python files, one-line strings become "", except docstrings."""
     lines = text.splitlines()
     if path.suffix != ".py":
         return lines

@@ -1,4 +1,4 @@
-"""The hints of an agent harness on a slice of the trace: whether a node hits more tokens with them than without."""
+"""On a slice of the trace, a node hits more tokens with the hints of an agent harness than without hints."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ LATE_PIN = pytest.mark.xfail(
 
 @cache
 def ratio(mode: str, share: float) -> float:
-    """The hits of the first calls of the trace's last part."""
+    """Replay the first CALLS calls in the last part of the trace. Returns the hits, as a share of all tokens."""
     calls = list(part_of(calls_of(read_trace(TRACE)), PARTS - 1))[:CALLS]
     return replay(calls, MODES[mode], policy="leaf_lru", share=share, chunk_tokens=512, seed=0)
 

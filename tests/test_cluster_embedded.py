@@ -712,7 +712,7 @@ def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_a
 
 
 def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypatch):
-    """Background tasks also ask several nodes in parallel. They must finish even if they occupy all worker threads."""
+    """Background tasks that ask several nodes in parallel must finish even if such tasks occupy all worker threads."""
     monkeypatch.setattr(parallel, "MAX_PARALLEL", 2)
     with cluster(2) as running:
         client = running.client(SPACE)
@@ -784,7 +784,7 @@ def test_keys_for_an_owner_that_is_away_take_no_room_from_others(faults, monkeyp
 
 
 def test_a_node_that_was_out_for_a_while_announces_all_its_chunks_again(monkeypatch):
-    """The other nodes drop the node's locations. The node itself never gets the view in which it is missing."""
+    """The others drop the locations of this node's chunks. The node never gets the view in which it is missing."""
     with cluster(3, member_timeout_s=0.3) as running:
         put(running.client(SPACE, node=2), names(60), chained=False)
         running.settle()

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom. `make soak` replays the whole trace."""
+"""Every notebook runs from top to bottom. Only `make soak` replays the whole trace."""
 
 import gzip
 import itertools

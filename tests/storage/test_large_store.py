@@ -1,4 +1,4 @@
-"""A store of up to ten million rows has no list of all rows or slots, and no step slows down with the size."""
+"""Stores of up to ten million rows have no list of all rows or of all slots. No step is slower in a larger store."""
 
 import time
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
     assert store.groups.open(SPACE) == 0
     assert time.monotonic() - start_s < 2.0
     assert private_nbytes() - before < 64 << 20
-    monkeypatch.setattr(SharedMemory, "populate", lambda memory, *args, **options: True)  # the test writes no bytes
+    monkeypatch.setattr(SharedMemory, "populate", lambda memory, *args, **options: True)  # no chunk's bytes are written
 
     def next_keys(count: int) -> np.ndarray:
         return np.frombuffer(np_rng.bytes(16 * count), "<u8").reshape(-1, 2)

@@ -41,7 +41,7 @@ def test_the_list_is_bounded(bench):
 
 
 def test_the_number_of_a_dropped_group_is_used_again_when_no_row_has_it(shm_dir):
-    """Lent, quarantined and pinned rows still have the number. The next process must find their namespace."""
+    """While lent, quarantined or pinned rows have the number, the next process must find the dropped namespace."""
     bench = Bench.open(shm_dir / "n")
     fill_list(bench)
     groups, number, now_s = bench.store.groups, bench.store.groups.open(Namespace(model="m7")), bench.now_s

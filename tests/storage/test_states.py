@@ -191,11 +191,11 @@ def tear(prefix: Path, rng: random.Random) -> None:
         if rng.random() < 0.7:
             continue
         match columns.state[row]:
-            case RowState.READY:  # as after a kill in `remove`, or in `commit` before its last write
+            case RowState.READY:  # a kill in `remove` leaves this, and so does one before the last write of `commit`
                 columns.generation[row] += 1
             case RowState.PENDING_DELETE:  # as after a kill in `free_unpinned`
                 columns.generation[row] += 1
-            case RowState.LENT:  # as after a kill in `commit` before its last write
+            case RowState.LENT:  # as after a kill before the last write of `commit`
                 columns.state[row] = RowState.READY
                 columns.key_hi[row], columns.key_lo[row] = rng.getrandbits(64), rng.getrandbits(64)
     table.changing().__enter__()  # this change never ends, so the table stays dirty

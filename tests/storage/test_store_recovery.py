@@ -61,7 +61,7 @@ def test_lent_slots_are_quarantined_after_a_crash(on_files, shm_dir):
     on_files.delete("b")
     lent = on_files.lend(15, 64 * KIB)  # one of these rows had a key before
     prefix = crashed(on_files.store, shm_dir, "again")
-    for life in range(2):  # the quarantine outlasts a second crash, too
+    for life in range(2):  # the quarantine outlasts two crashes
         again = reopen(prefix, on_files.now_s)
         assert again.here("ab") == ("" if life else "a")  # in the first round, the put of "1" evicts "a"
         assert again.store.lent_nbytes == 0

@@ -115,7 +115,7 @@ def test_it_serves_and_leaves_the_cluster_at_the_end(shm_dir):
 
 
 def test_a_node_that_was_stopped_for_a_while_goes_on(made):
-    """It waits for a signal in periods of CHECK_S. A stop that is longer than a period must not look like a signal."""
+    """The node process waits for signals in periods of CHECK_S. A longer stop must not look like a signal."""
     pid = made.node.pid
     stop_process(pid)
     until_s = time.monotonic() + CHECK_S + 0.1

@@ -97,7 +97,7 @@ def write_mla(folder: Path) -> Path:
     """Write a model like DeepSeek-V2: its layers store latents (MLA).
 
     Its weights are smaller than those of the other models. With larger weights, the rounding of bfloat16 would change
-    the answers: even without a cache, an engine would answer prompts one by one and all at once differently.
+    answers: even without a cache, an answer would depend on whether the prompts are sent one by one or all at once.
     """
     config = transformers.DeepseekV2Config(
         vocab_size=VOCABULARY,
@@ -178,10 +178,10 @@ def name_of(request: Any) -> str:
 
 
 class Aborted:
-    """Requests that are aborted while they run. Each has a state of `DUE`, and is aborted when it reaches this state.
+    """Requests that are aborted while they run. Each is aborted when it reaches the state of `DUE` set for it.
 
     Attributes:
-        states: Number of aborted requests for each state in which they were aborted.
+        states: State -> number of requests aborted in it. Counted by `abort_due`.
     """
 
     DUE = ("loading", "decoding", "preempted", "prefilling")
@@ -239,7 +239,7 @@ class Engine:
         **arguments: Any,
     ) -> None:
         self.steps = 0
-        # Wait long, so that a busy machine skips nothing. Always load, because these models compute faster than loads.
+        # Wait long, so that a busy machine skips nothing. Always load, although computing is faster in these models.
         patient = {"lookup_timeout_s": 5.0, "store_timeout_s": 5.0, "load_policy": "always"}
         connector = {
             "kv_connector": "RayKVConnector",
@@ -291,7 +291,7 @@ class Engine:
         """Like `answer`, but also send the requests of `aborted` among the others, and abort them: see `Aborted`.
 
         Returns:
-            (Number of aborted requests for each state, number of the requests of `prompts` that were preempted).
+            (`Aborted.states`, number of `prompts` that were preempted).
         """
         engine, ended, preempted = self.llm.llm_engine, {}, set()
         victims, requests = Aborted(engine), engine.engine_core.engine_core.scheduler.requests
@@ -327,14 +327,14 @@ class Engine:
         return not core.requests and not loads and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
     def logprobs(self) -> list[list[float]]:
-        """Return the log probabilities of the last answers' tokens. They are equal only if all bits of the KV are."""
+        """Return the log probabilities of the last answers' tokens. In two runs they are equal only if the KV is."""
         return [
             [step[token].logprob for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)]
             for one in self.outputs
         ]
 
     def counted(self, name: str, *labels: str) -> int:
-        """Return the value of one of the connector's Prometheus counters, summed over all labels that are not given."""
+        """Return the sum of those series of a Prometheus counter of the connector that have all these label values."""
         return sum(
             metric.value
             for metric in self.llm.get_metrics()

@@ -67,7 +67,7 @@ class House:
         return int(self.store.table.columns.pins.sum())
 
     def delete(self, names: list[str], between: Callable[[], object] = lambda: None) -> None:
-        """Delete chunks as a node does. `between` runs after the tiers have deleted them."""
+        """Delete chunks as a node does: first in the tiers, then in memory. `between` runs in between."""
         keys = names_to_keys(names)
         with self.mover.barring(keys):
             self.mover.delete(keys)
@@ -77,7 +77,7 @@ class House:
                 self.mover.give_up(keys)
 
     def drop(self, group: int, between: Callable[[], object] = lambda: None) -> None:
-        """Drop a quota group as a node does. `between` runs after the tiers have dropped it."""
+        """Drop a quota group as a node does: first in the tiers, then in memory. `between` runs in between."""
         with self.mover.barring(group=group):
             with self.lock:
                 rows, generations = self.store.rows_of(group)

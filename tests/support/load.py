@@ -58,7 +58,7 @@ class Load:
             client.flush()
         for thread in self._threads:
             thread.start()
-        self._connected.wait(60.0)  # a client cannot connect while there is no node
+        self._connected.wait(60.0)  # both clients must connect before a test kills the node
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,7 +102,7 @@ class Load:
             self._idle.set()
             self._writing.wait()
             return
-        # Read the pinned chunks here, too, so that the put evicts other chunks even if the reading thread is late.
+        # The reading thread may be late. So read the pinned chunks here, before a put that should evict other chunks.
         client.get(PINNED, [bytearray(NBYTES) for _ in PINNED])
         fresh = [f"n{len(self.names) + number}" for number in range(4)]
         self.names.update(dict.fromkeys(fresh))

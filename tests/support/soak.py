@@ -4,7 +4,7 @@ import os
 
 
 def soak(name: str, default: int) -> int:
-    """Return one of the numbers in RAYKV_SOAK, or its default, and print it, so that a failure can be repeated."""
+    """Return the number `name` in RAYKV_SOAK, or `default`. It is printed, so that a failure can be repeated."""
     given = dict(part.split("=", 1) for part in os.environ.get("RAYKV_SOAK", "").split())
     value = int(given.get(name, default))
     print(f"soak: {name}={value}")

@@ -42,7 +42,7 @@ def content(name: str, nbytes: int) -> bytes:
 
 
 def batch_of(names: Any, nbytes: int = PAGE, *, parent: str | None = None, hints: Any = (), **fields: Any) -> Batch:
-    """Make a batch of named chunks. `parent` is a name, too. `hints` are fields of Hints."""
+    """Make a batch of named chunks. `parent` is the parent's name. `hints` are fields of Hints."""
     above = None if parent is None else names_to_keys([parent])
     return Batch(names_to_keys(names), nbytes, parent=above, hints=Hints(**dict(hints)), **fields)
 
@@ -87,7 +87,7 @@ class Bench:
     def commit(
         self, names: Any, lent: LentSlots, written: Any = None, nbytes: int = PAGE, *, group: Any = None, **fields: Any
     ) -> list[bool]:
-        """Fill slots with the chunks at the positions in `written`, and commit. Returns whether each slot was used."""
+        """Fill slots with the chunks at these positions of `names`, and commit. Returns whether each was stored."""
         positions = np.arange(len(names), dtype=np.int32) if written is None else np.array(written, np.int32)
         checksums = self.fill(lent, [names[place] for place in positions.tolist()], nbytes)
         number = self.group if group is None else group

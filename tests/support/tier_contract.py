@@ -25,7 +25,7 @@ def within(call: Callable[[], object]) -> object:
 
 
 class TierContract:
-    """The contract. Chunks have at most 100 000 bytes, a few megabytes in all. Every tier has room for them."""
+    """The contract. A tier must have room for a few megabytes, in chunks of at most 100 000 bytes."""
 
     def open(self, path: Path) -> Driver:
         """Open and start a tier."""
@@ -36,7 +36,7 @@ class TierContract:
         raise NotImplementedError
 
     def hang(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
-        """Return a context. While it is open, the tier's reads and writes hang."""
+        """Return a context in which the tier's reads and writes hang."""
         raise NotImplementedError
 
     @pytest.fixture

@@ -149,7 +149,7 @@ class SsdDriver(Driver):
         super().__init__(SsdTier(SsdConfig.load(config), environment(arena)), arena)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until no tombstone is pending. False: time is over, or all drives with pending tombstones are off."""
+        """Wait until no tombstone is pending. Returns False at a timeout, or if only drives that are off have any."""
         shared, until_s = self.tier._shared, time.monotonic() + timeout_s
         while True:
             with shared.lock:

@@ -1,4 +1,4 @@
-"""A tier in a dictionary. A thread runs reads and writes at once. With `manual`, they wait for a call of `go_on`."""
+"""A tier in a dictionary. A thread runs reads and writes. With `manual`, a call of `go_on` runs them."""
 
 import threading
 import time

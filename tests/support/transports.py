@@ -149,7 +149,7 @@ class LyingServer:
 
 
 class Holder:
-    """A node that holds chunks. As an owner, it also knows the holders of other keys. It answers Read and Suspect only.
+    """A node that holds chunks and, as an owner, names the holders of other keys. It answers only Read and Suspect.
 
     Attributes:
         chunks: Bytes by 16-byte key.

@@ -52,7 +52,7 @@ def reached(holder):
 
 @pytest.fixture
 def small_parts(loops, monkeypatch):
-    """Limit a request to three keys, so few chunks need many requests. Tests run with and without compiled loops."""
+    """Limit a request to three keys, so that few chunks need many requests. `loops` runs each test twice."""
     monkeypatch.setattr(bulk_read, "PART_KEYS", 3)
 
 

@@ -1,4 +1,4 @@
-"""Each answer belongs to a request. An answer to another request closes the link."""
+"""Answers arrive in the order of the requests. An answer to any other request closes the link."""
 
 import contextlib
 

@@ -32,7 +32,7 @@ def running():
 
 @pytest.fixture
 def small_parts(loops, monkeypatch):
-    """Limit a request to three keys, so few chunks need many requests. Tests run with and without compiled loops."""
+    """Limit a request to three keys, so that few chunks need many requests. `loops` runs each test twice."""
     monkeypatch.setattr(bulk_read, "PART_KEYS", 3)
 
 
@@ -188,7 +188,8 @@ def test_an_owner_names_the_holders_of_what_it_has_not_got(running, small_parts,
     before = requests_of(running.nodes[0])
     assert get_named(reader, some).chunks_by_source == {("node-1", "tcp"): count}
     after = requests_of(running.nodes[0])
-    assert after[1] - before[1] <= bulk_read.PARTS_AHEAD  # all keys that no Read answered are located in one call
+    assert after[1] - before[1] <= bulk_read.PARTS_AHEAD
+    # If keys are left over after these Reads, one Locate asks for all of them.
     assert after[0] - before[0] == (count > bulk_read.PARTS_AHEAD * bulk_read.PART_KEYS)
     into = bytearray(NBYTES)
     assert reader.get_one(reader.key(some[0]), into)

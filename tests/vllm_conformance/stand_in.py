@@ -79,11 +79,11 @@ class StandIn(RayKVConnector):
         super().bind_connector_metadata(connector_metadata if is_ours else StepOrders())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """If a test patches the lookup, install a `MatchHook`. It stores what the patch reports as found."""
+        """If a test patches the lookup, install a `MatchHook`, which stores what the patch reports as found."""
         super().__setattr__(name, MatchHook(self, value) if name == LOOKUP else value)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Look up chunks. First store those that another engine would have computed for this request."""
+        """Look up chunks. For a remote prefill, first store the chunks that the other engine would have computed."""
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             self.store(request, num_computed_tokens, request.num_tokens)
         return self.look_up(request, num_computed_tokens)
@@ -99,7 +99,7 @@ class StandIn(RayKVConnector):
         raise TimeoutError(f"no answer to a lookup after {PATIENCE_S} s")
 
     def store(self, request: Any, start: int, stop: int) -> None:
-        """Store the chunks of a request between two tokens, with arbitrary content."""
+        """Store a request's chunks from token `start` to token `stop`, filled with zeros."""
         side, worker = self.scheduler_side, self.worker.worker_side
         (client,) = side._lookups.clients(side.requests[request.request_id].scope).values()
         for group in self._groups.each:
@@ -138,7 +138,7 @@ def _tensors(config: KVCacheConfig) -> dict[str, torch.Tensor]:
 class Hook:
     """Replaces a mock of one of the connector's methods, and counts its calls.
 
-    The test sets the answer as on a mock. But RayKVConnector gives the answer, which must be equal to the test's.
+    The test sets an answer as on a mock. The caller gets RayKVConnector's answer, which must equal the test's.
     """
 
     def __init__(self, call: Any) -> None:

@@ -138,7 +138,7 @@ class Worker:
     def save(
         self, request: Any, tables: tuple[list[int], ...], states: list[tuple[int, int, int]], tokens: int
     ) -> list[Save]:
-        """Run one step that computes `tokens` tokens and hands over `states`. Make the saves that it orders."""
+        """Run one step that computes `tokens` tokens and hands over `states`. Make and return its saves."""
         places = dict(zip((group.index for group in self.groups.each), tables, strict=False))
         full = [places.get(index, []) for index in range(max(places) + 1)]
         for group in self.groups.each if tokens else ():
