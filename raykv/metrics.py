@@ -11,7 +11,7 @@ from typing import Any, Final
 from raykv.transport.forking import drop_after_fork
 
 MAX_ABSENT: Final = 4096
-"""One report looks up why at most this many keys were missed. Further misses count as "unknown"."""
+"""One report looks up the reasons of at most this many misses. Further misses count as "unknown"."""
 REPORT_S: Final = 10.0
 """A client collects misses for this long before it reports them."""
 BUCKETS: Final = 40
@@ -46,7 +46,7 @@ class Histogram:
         return counts
 
     def summary(self) -> dict[str, float]:
-        """Return the number of durations, and upper bounds of p50 and p99 in microseconds. 0 durations: no bounds."""
+        """Return the number of durations, and if it is not 0, upper bounds of p50 and p99 in microseconds."""
         sums = list(accumulate(self.counts))
         found = {"count": float(sums[-1])}
         if sums[-1]:

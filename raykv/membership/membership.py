@@ -37,7 +37,7 @@ class MembershipPort(Protocol):
         ...
 
     def leave(self, node_id: NodeId) -> None:
-        """Remove a node that stops permanently from the members."""
+        """Remove from the members a node that stops permanently."""
         ...
 
 
@@ -45,7 +45,8 @@ class Membership:
     """The logic of the directory. It has no clock and no lock: callers pass the time and hold a lock.
 
     Attributes:
-        view: The list of members. Each change increases the view's epoch, also after a restart of the directory.
+        view: The list of members. Each change increases the view's epoch. After a restart, the directory continues from
+            the epoch of the view that it adopts.
         registry: The list of namespaces that were configured or dropped.
     """
 
@@ -96,13 +97,13 @@ class Membership:
         return self.registry.encode()
 
     def leave(self, node_id: NodeId) -> None:
-        """Remove a node that stops permanently from the members."""
+        """Remove from the members a node that stops permanently."""
         self._seen_s.pop(node_id, None)
         if self.view.member(node_id) is not None:
             self._publish([known for known in self.view.members if known.node_id != node_id])
 
     def expire(self, *, now_s: float) -> list[NodeId]:
-        """Remove members that sent no heartbeat within the timeout. Return their names."""
+        """Remove members that sent no heartbeat within the timeout. Return the names of the removed nodes."""
         silent = [
             known.node_id
             for known in self.view.members

@@ -1,7 +1,7 @@
 """The list of namespaces that were configured or dropped. The directory holds it, and every node has a copy.
 
-The list is a last-writer-wins map with a version. Copies may differ if a node or the directory was unreachable, or lost
-its copy. A merge makes the copies equal again.
+The list is a last-writer-wins map with a version. Copies may differ after a node or the directory was unreachable, and
+after it lost its copy. A merge makes the copies equal again.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,8 @@ class Entry:
     Attributes:
         namespace: The quota group.
         config: The config of the group.
-        changed_ns: Time of the last change, in nanoseconds since 1970. If two copies differ, the later change wins.
+        changed_ns: Time of the last change, in nanoseconds since 1970. If two copies of the list have different entries
+            for the group, the later change wins.
         dropped_ns: Time of the last drop; 0 means never. A node that learns of a later drop deletes the group's chunks.
     """
 
@@ -45,7 +46,8 @@ class NamespaceRegistry:
     """One copy of the list of namespaces.
 
     Attributes:
-        version: Grows with every change of the directory's copy. A node's copy has the version that the node received.
+        version: Grows with every change of the directory's copy. A node's copy has the version of the last copy that
+            the node received from the directory.
         entries: Maps the digest of each quota group to its entry.
     """
 
@@ -84,7 +86,7 @@ class NamespaceRegistry:
             self.entries = {digest: each for digest, each in self.entries.items() if digest not in old}
 
     def _dropped(self) -> list[tuple[int, bytes]]:
-        """Return the time of the drop and the digest of each dropped namespace, oldest first."""
+        """Return (time of the drop, digest) for each dropped namespace, oldest first."""
         return sorted((each.changed_ns, digest) for digest, each in self.entries.items() if not each.listed)
 
     def _set(self, group: Namespace, config: NamespaceConfig, now_ns: int, *, drop: bool = False) -> None:
@@ -113,7 +115,8 @@ class NamespaceRegistry:
     def merge(self, other: "NamespaceRegistry") -> None:
         """Merge a node's copy into this copy.
 
-        If the two copies still differ, this raises the version. Then the directory sends this copy to the node.
+        If the node's copy lacks an entry of the result, this copy gets a version above the node's. Therefore the
+        directory then sends this copy to the node.
         """
         for entry in self.newer(other):
             self.entries[entry.namespace.digest] = entry

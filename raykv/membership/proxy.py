@@ -28,7 +28,7 @@ class _NoLeases:
 
 
 class MembershipProxyServer:
-    """The service that forwards a node's calls to the directory. Thread-safe if the `MembershipPort` is.
+    """The service that forwards a node's calls to the directory. Thread-safe if its `MembershipPort` is thread-safe.
 
     Attributes:
         epoch: Epoch of the view. It is always 0, because the proxy has no view.

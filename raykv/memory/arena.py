@@ -124,14 +124,14 @@ class SharedMemory:
         """Allocate the huge pages that are wholly within a part of the file.
 
         Returns:
-            False if the kernel refused a huge page, or if huge pages were not tried.
+            Whether all of these huge pages are allocated.
 
         Raises:
             OSError: The file system has no room.
         """
         found = os.fstatvfs(self._fd)
         if self.huge_pages == "never" or (found.f_blocks and found.f_bavail * found.f_frsize < nbytes):
-            return False  # too little room: the caller's `posix_fallocate` will fail, and take no memory
+            return False  # if the room is too small, the caller's `posix_fallocate` will fail and take no memory
         block = pages.huge_nbytes()
         for number in range(-(-offset // block), (offset + nbytes) // block):
             if not self._huge_blocks[number] and not pages.collapse(self.address, self._fd, number * block):
@@ -184,7 +184,7 @@ class SharedMemory:
 
 
 def free_nbytes(directory: Path | None) -> int:
-    """Return the free bytes in the file system of `directory`. If `directory` is None, in the host's memory."""
+    """Return the free bytes in the file system of `directory`, or in the host's memory if `directory` is None."""
     if directory is None:
         return meminfo()["MemAvailable"]
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 STREAM_NBYTES: Final = 512 << 10
-"""Copies of a batch of at least this size bypass the CPU cache. The cache would evict the bytes before their use."""
+"""The copy of a batch of at least this size bypasses the CPU cache, which would evict the bytes before their use."""
 TINY_NBYTES: Final = 240
-"""For up to this many bytes, xxh3 uses another algorithm. The compiled loops do not implement that algorithm."""
+"""For up to this many bytes, xxh3 uses an algorithm that the compiled loops do not implement."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
 _SHARE_NBYTES: Final = 1 << 20  # a batch gets one thread per this many bytes, because waking a thread takes time
 
@@ -103,15 +103,15 @@ def all_byte_views(many: Sequence[Scattered], name: str, *, writable: bool) -> t
 
 
 def default_copy_threads() -> int:
-    """Return half the number of cores that this process may use: at least 1, at most 4. The engine needs the rest."""
+    """Return half the number of cores that this process may use, at least 1, at most 4. The rest is for the engine."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
 
 class CopyThreads:
     """Threads that help the caller copy one large batch. Thread-safe. Usable after a fork.
 
-    The caller copies too. If a thread wakes late or is busy with another batch, the caller copies more. When a call has
-    returned or raised, no thread copies for that call any more.
+    The caller's thread copies together with them, and copies more if one of them wakes late or is busy with another
+    batch. When a call has returned or raised, no thread copies for that call any more.
 
     Attributes:
         count: Number of threads that copy one batch, the caller's thread included.
@@ -145,7 +145,7 @@ class CopyThreads:
             pass  # the process ends or cannot start a thread, so fewer threads copy
 
     def fill(self, targets: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
-        """Copy chunks, each from several views, into `targets`. Returns the chunks' checksums.
+        """Copy each chunk, given as several views, into its target. Returns the chunks' checksums.
 
         Raises:
             ValueError: A chunk and its target differ in length.

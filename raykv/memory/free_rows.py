@@ -17,8 +17,8 @@ class FreeRows:
     """The free rows of a table. Free rows before `fresh` are on a stack, at four bytes each.
 
     Attributes:
-        fresh: The rows from `fresh` to `limit` - 1 are free. This process has not used them yet.
-        limit: Rows from this number on must not be used, because they have no real memory yet.
+        fresh: The rows from `fresh` to `limit` - 1 are free, and this process has never used them.
+        limit: The rows from `limit` on must not be used, because they have no real memory yet.
     """
 
     def __init__(self, busy: Bits, *, rows: int, limit: int) -> None:

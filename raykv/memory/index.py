@@ -1,8 +1,8 @@
 """The hash index of a chunk table maps a 128-bit key to a row. It uses open addressing with linear probing.
 
 Only one process writes. Other processes read without a lock. An entry is empty, removed, or a row number. A search
-stops at an empty entry and continues past a removed entry. The index exists twice, and one copy is in use:
-`rebuild_index` fills the other copy, then switches to it.
+stops at an empty entry and continues past a removed entry. The index has two copies, of which one is in use.
+`rebuild_index` fills the other copy, then switches to that copy.
 
 An index without an empty entry is full or damaged. In such an index, a search for a missing key raises LostError. A
 restart of the node rebuilds the index.
@@ -19,7 +19,7 @@ from raykv.memory.layout import Cells, Columns
 from raykv.types import KeyArray, Rows
 
 EMPTY: Final = 0
-"""The value of an empty entry. The value is 0 because new pages are filled with zeros: so a new index is empty."""
+"""The value of an empty entry. It is 0, so that the zeros in new pages are an empty index."""
 REMOVED: Final = 1
 """The value of a removed entry."""
 FIRST: Final = 2
@@ -66,7 +66,8 @@ class HashIndex:
     def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Return the row of each key, and the row's generation.
 
-        A row is -1 if no chunk with this key is ready and unexpired at tick `now`. Raises LostError like `find`.
+        The row is -1 unless the index has a ready chunk with this key that is not expired at tick `now`. Raises
+        LostError like `find`.
         """
         return self._lookup(keys, now)
 

@@ -1,8 +1,8 @@
 """Takes memory from all NUMA nodes of a host.
 
 The extents of an arena take memory from the NUMA nodes in turn, so a half-full arena uses all nodes equally. The memory
-policy is "preferred", not "bind". With "preferred", the kernel takes pages of another node when a node is full. With
-"bind", the kernel would kill a process instead.
+policy is "preferred", not "bind". When the chosen node is full, the kernel takes pages from another node. With "bind",
+the kernel would then kill a process.
 """
 
 import os
@@ -22,7 +22,7 @@ _SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}  # numbers of the system
 
 
 def usable_nodes(root: Path = Path("/")) -> tuple[int, ...]:
-    """Return the NUMA nodes with memory that this process may use, or (0,) if the host does not report them."""
+    """Return the NUMA nodes that have memory and are open to this process, or (0,) if the host does not report them."""
     try:
         present = parse_list((root / "sys/devices/system/node/has_memory").read_text())
         status = (root / "proc/self/status").read_text().splitlines()

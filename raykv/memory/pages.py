@@ -80,7 +80,7 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int
 
 
 def try_collapse() -> bool:
-    """Ask the kernel to make one huge page of shared memory. Returns whether the kernel did so."""
+    """Ask the kernel to make one huge page of shared memory. Returns whether the kernel made one."""
     nbytes = huge_nbytes()
     if nbytes > 32 << 20:
         return False  # a huge page is larger than an extent of the default size
@@ -96,7 +96,7 @@ def try_collapse() -> bool:
 
 
 def collapse(address: int, fd: int, offset: int) -> bool:
-    """Make a huge page at `offset` of a file that is mapped at `address`. Returns whether the kernel did so.
+    """Ask the kernel for a huge page at `offset` of a file that is mapped at `address`. Returns whether it made one.
 
     Raises:
         OSError: The file system has no room for the first small page (ENOSPC or ENOMEM).

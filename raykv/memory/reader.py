@@ -109,8 +109,8 @@ class ShmReader:
         """Copy the chunk of one 16-byte key into a writable, contiguous buffer of the chunk's length.
 
         Returns:
-            Whether the buffer now holds the chunk. If not, the content of the buffer is undefined. A wrong length is a
-            miss.
+            Whether the buffer now holds the chunk. If not, its content is undefined. A buffer of a wrong length gives
+            False.
 
         Raises:
             ValueError: The key does not have 16 bytes.

@@ -27,7 +27,7 @@ class Recovered(NamedTuple):
         quarantined: Rows with a slot that a writer may still fill.
         slots: The arena's slots. The slots of `ready` and `quarantined` rows are in use.
         used_nbytes: Bytes in the used slots, by quota group.
-        expiring: Whether a ready or quarantined row has an expiry.
+        expiring: Whether any ready or quarantined row has an expiry.
     """
 
     ready: Rows
@@ -140,8 +140,8 @@ def _index_is_exact(table: Table, ready: Rows) -> bool:
 def _relink(table: Table, ready: Rows, generations: npt.NDArray[np.uint32]) -> None:
     """Remove wrong links to parents, and count the children of each parent.
 
-    A link is right if the parent is ready, is the same chunk as at the commit, and has a depth lower by one.
-    `generations` has one entry per row of the table. The entry is 0 if the row is not ready.
+    A link is right if the parent's row is ready, has the same chunk as when the link was made, and has a depth lower by
+    one. `generations` has one entry per row of the table. The entry is 0 if the row is not ready.
     """
     columns, rows = table.columns, _range(ready)
     parents = columns.parent[rows]

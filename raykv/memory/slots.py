@@ -75,7 +75,7 @@ class Slots:
         """Start with all slots unused. Then call `enter` for all rows that have slots, and `open_extents` last.
 
         Args:
-            extent_slots: The array in the chunk table. This object changes the array.
+            extent_slots: The slot size of each extent: the array in the chunk table. This object changes the array.
             extent_nbytes: Size of an extent in bytes.
         """
         extents = len(extent_slots)
@@ -87,7 +87,7 @@ class Slots:
         self._used = np.zeros(extents, np.int64)  # by extent: number of used slots
         self._open: dict[int, dict[int, None]] = {}  # by slot size: extents with used and free slots
         self._free: dict[int, int] = {}  # by slot size: number of free slots in the extents of `_open`
-        self._populated: deque[int] = deque()  # free extents; the most recently used extent is the last
+        self._populated: deque[int] = deque()  # free extents, the most recently used one last
         self._unpopulated: dict[int, None] = {}
         self._failed: dict[int, None] = {}
 
@@ -206,7 +206,7 @@ class Slots:
         return len(self._populated) * self._extent_nbytes
 
     def next_without_memory(self, *, failed: bool) -> int:
-        """Return an extent without real memory, or -1. With `failed`, return a failed extent if no other is left."""
+        """Return an unpopulated extent. If there is none, return a failed extent if `failed` is True, or else -1."""
         return next(chain(self._unpopulated, self._failed if failed else ()), -1)
 
     def mark_populated(self, extent: int) -> bool:

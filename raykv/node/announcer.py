@@ -89,7 +89,7 @@ class Announcer:
             return not (self._sending or self._adopting or self._queue or self._store.has_changes)
 
     def adopt(self, view: View) -> None:
-        """Use a newer view. Drop locations of keys that other nodes own now, and announce keys with a new owner."""
+        """Use a newer view. Drop locations of keys that other nodes own now, and announce keys whose owner changed."""
         me = self._config.node_id
         if me in view.ring.nodes:
             mine = view.ring.nodes.index(me)
@@ -182,7 +182,7 @@ class Announcer:
 
 
 def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
-    """Return for each key whether it has another owner now, or its owner has restarted with an empty location index."""
+    """Return for each key whether its owner is another node now, or has restarted with an empty location index."""
     if not new.members:
         return np.zeros(len(keys), np.bool_)
     return np.not_equal(_incarnations(old, keys), _incarnations(new, keys))

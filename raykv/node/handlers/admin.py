@@ -15,7 +15,7 @@ from raykv.storage.store import Store
 from raykv.transport.base import Reply
 
 REQUEST_NBYTES: Final = 32
-"""Largest size of one recorded request in a message, without its keys."""
+"""Largest encoded size of one recorded request, without the request's keys."""
 MAX_TRACE_NBYTES: Final = 16 << 20
 """Between two fetches, a node collects at most this many bytes of recorded requests, because all must fit into one
 message. The node drops further requests."""

@@ -21,8 +21,8 @@ PROMOTE_TIMEOUT_S: Final = 4.0
 """One request waits at most this long for the promotion of chunks. Promotion copies a chunk from a tier below memory
 into memory."""
 PROMOTED_KEYS: Final = 64
-"""A request promotes at most this many chunks at a time, and then pins these. The pins are needed because the promotion
-of further chunks could evict the chunks before they are read."""
+"""A request promotes at most this many chunks at a time, and pins them before it promotes the next ones. Otherwise the
+next promotion could evict the chunks before they are read."""
 
 
 class ReadHandler:
