@@ -71,7 +71,7 @@ class PutResult:
         stored: Chunks written and visible to all readers on the node's host.
         existed: Chunks that were stored already, and were not written again.
         skipped: Chunks that were not stored, for example because the arena is full or the node is down.
-        reason: Why chunks were skipped, or are still `posted` after a call that waited; empty without such chunks.
+        reason: Why chunks were skipped, or are still `posted` after a call that waited. Empty if there are none.
         posted: Chunks whose commit was sent but not yet answered. `Client.flush` returns their results.
     """
 

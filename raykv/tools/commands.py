@@ -152,7 +152,7 @@ def _name(namespace: Namespace) -> str:
 
 
 def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace:
-    """Find a namespace. `text`: its fields as JSON, or its model's name; None if there is only one namespace.
+    """Find a namespace. `text`: its fields as JSON, or its model's name; None for the only one in use.
 
     With `new`, the error message also explains how to name a namespace that is not in use yet.
     """

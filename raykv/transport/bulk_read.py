@@ -111,7 +111,7 @@ class ReadRun:
         gone: Indices of the chunks that the holder was expected to have, but does not have.
         corrupt: Indices of the chunks whose bytes did not match the checksum. The holder is asked to check the chunks.
         other_size: Indices of the chunks whose length at the holder differs from the buffer's.
-        named: Maps the index of a chunk to the holders that the owner named, without `holder`. May map to ().
+        named: Maps the index of a chunk to the holders that the owner named, except `holder`. The tuple may be empty.
         path: The data path of the current attempt.
     """
 

@@ -171,7 +171,7 @@ def test_a_full_arena_takes_what_fits_and_says_so(node):
 
 @pytest.mark.slow
 def test_writers_of_the_same_keys_store_each_once(node):
-    """Three clients write the same chunks. A client may copy a chunk that is stored already."""
+    """Three clients write the same chunks. A client may copy a chunk before it learns that another has stored it."""
     clients = [node.client() for _ in range(3)]
     results: list[PutResult] = []
 

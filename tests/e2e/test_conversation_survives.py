@@ -174,7 +174,7 @@ class Outcome:
 
     Attributes:
         code, printed: Exit code and output of the demo.
-        talks: For each victim, the conversation, and an engine's answers to the same requests without a cache.
+        talks: For each victim: the conversation, and an engine's answers to its requests without a cache.
         left: What `traces` finds after the demo but not before it.
     """
 

@@ -151,7 +151,7 @@ def singles(rng, kind: str, count: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 def test_it_learns_from_reported_output_tokens_which_prompts_return(rng):
-    """Only prompts with short answers come again, once, after a while. Nothing else tells prompts apart."""
+    """Only prompts with short answers come again: once, after a while. Nothing else tells the prompts apart."""
     requests: list[tuple[list[tuple[int, ...]], int]] = []
     due: dict[int, list[tuple[int, ...]]] = {}
     for at in range(1500):

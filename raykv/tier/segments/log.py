@@ -136,7 +136,7 @@ class Log:
         """Whether a batch fits into the open segment, and leaves room for the summary.
 
         Args:
-            counts: Numbers of what the record of the batch lists.
+            counts: Numbers of entries and tombstones in the record of the batch.
             blocks: Length of the chunks of the batch, in blocks.
         """
         segment = self.open

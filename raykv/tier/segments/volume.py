@@ -70,7 +70,7 @@ class Volume:
         }
 
     def make(self, number: int) -> None:
-        """Create a segment file, or extend a short one to full length. If this fails, a created file is removed."""
+        """Create a segment file, or extend a short one to full length. If this fails, a newly created file is removed."""
         path = self._path(number)
         existed = path.exists()
         with self._file(number, os.O_CREAT) as fd:
@@ -86,7 +86,7 @@ class Volume:
         self._path(number).unlink(missing_ok=True)
 
     def write(self, number: int, offset: int, buffers: Sequence[memoryview], *, sync: bool = False) -> int:
-        """Write buffers one after another. `offset`, and each buffer's address and length, must be whole blocks.
+        """Write buffers one after another. Offset, and addresses and lengths of buffers, must be multiples of a block.
 
         `sync` calls fdatasync, so that the whole segment survives a power cut. Returns the number of bytes written.
         """
@@ -99,7 +99,7 @@ class Volume:
         return nbytes
 
     def read(self, number: int, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers, aligned as for `write`. Returns the number of bytes read: fewer if the file ends."""
+        """Fill buffers, aligned as for `write`. Returns the number of bytes read, which is lower if the file ends."""
         with self._file(number) as fd:
             nbytes = transfer(os.preadv, fd, buffers, offset)
             if not self.direct:

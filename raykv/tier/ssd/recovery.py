@@ -2,7 +2,7 @@
 
 First, several threads read all segments: the summary of a sealed segment, or the records of all batches of an unsealed
 one. In an unsealed segment, chunks with a wrong checksum (a torn write) are left out. Then one thread enters the chunks
-into the index, the newest segment first. A chunk is left out if a newer segment has its key, or a tombstone for it.
+into the index, the newest segment first. A chunk is left out if its key has a newer chunk or a newer tombstone.
 
 Each step is a task, which a thread of the drive runs. An error turns the drive off.
 """
@@ -106,7 +106,7 @@ class Recovery:
     def _enter(
         self, number: int, record: Record, entries: Array, groups: Sequence[int | None], *, sealed: bool
     ) -> None:
-        """Enter a segment's chunks into the index. `groups`: for each of `record.texts` its number, or None."""
+        """Enter a segment's chunks into the index. `groups`: the group number of each of `record.texts`, or None."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         segment = drive.log.add_found(number, sealed=sealed, record=record)
         dropped = self._dropped | drive.dropped.keys()

@@ -236,7 +236,7 @@ class Shared(WriteQueue):
         self.remove(index.rows_where(index.expired(index.used(), now_s=time.time())), tombstones=False)
 
     def disown(self, drive: Drive, key: bytes) -> None:
-        """Queue a tombstone for the drive's copy of a key, which is not in the index. Otherwise recovery would find it.
+        """Queue a tombstone for a copy that is on the drive but not in the index. Otherwise recovery would find it.
 
         Does nothing if the index has another copy on the same drive, because the tombstone would delete that one too.
         """
