@@ -70,7 +70,7 @@ class Volume:
         }
 
     def make(self, number: int) -> None:
-        """Create a segment file, or extend a short one to full length. If this fails, a newly created file is removed."""
+        """Create a segment file, or extend a short one to full length. If this fails, a newly made file is removed."""
         path = self._path(number)
         existed = path.exists()
         with self._file(number, os.O_CREAT) as fd:

@@ -65,7 +65,7 @@ class Writer:
         return lambda: self._write(batch)
 
     def _draft(self) -> Content | None:
-        """Choose the content of the next batch, and open a segment if needed. Returns None if nothing can be written."""
+        """Choose the content of the next batch, and open a segment if needed. None: nothing can be written."""
         shared, drive = self._shared, self._drive
         for _ in range(2):
             draft = Content(drive.epoch, list(drive.deleted)[:BATCH_DELETED], list(drive.dropped))
