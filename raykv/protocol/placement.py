@@ -29,7 +29,7 @@ class Member(msgspec.Struct, frozen=True):
     Attributes:
         node_id: The node's name.
         host: Identity of the node's host. Processes with equal hosts share memory.
-        endpoints: Addresses by transport: "tcp" has "host:port", "unix" has "unix:..." for clients on the same host.
+        endpoints: Addresses by transport: "tcp" has "host:port", "unix" has "unix:..." for the node's host.
         weight: The node's share of the ring, relative to other nodes.
         incarnation: Start time of the node's process. After a restart this time differs, and the node's location index
             is empty.
@@ -97,7 +97,7 @@ class Ring:
         return owners
 
     def shares(self, keys: KeyArray) -> dict[NodeId, list[int]]:
-        """Map each owner to the indices of its keys in `keys`. Nodes that own none of the keys are left out."""
+        """Return, for each node that owns some of the keys, the indices of these keys in `keys`."""
         owners = self.owners(keys)
         some = np.unique(owners[owners >= 0]).tolist()
         return {self.nodes[owner]: np.flatnonzero(owners == owner).tolist() for owner in some}

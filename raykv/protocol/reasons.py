@@ -23,7 +23,7 @@ class Reason(_Word):
 
 
 class Place(_Word):
-    """A tier that a chunk is in, or that a chunk left. DRAM: the arena. OTHER: a tier of another kind."""
+    """A tier where a chunk is or was. DRAM: the arena. OTHER: a tier of another kind."""
 
     NOWHERE = 0
     DRAM = 1

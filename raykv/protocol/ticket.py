@@ -45,7 +45,7 @@ class Ticket(Model):
         return cls(group=namespace.group, digest=namespace.digest.hex(), runs=runs[:MAX_RUNS])
 
     def holders(self, namespace: Namespace, wanted: int) -> list[NodeId | None]:
-        """Return for each of the first `wanted` chunks the node that the ticket names; None if there is no node.
+        """Return the node of each of the first `wanted` chunks; None if the ticket names no node for the chunk.
 
         Raises:
             NamespaceMismatch: The ticket belongs to another namespace. The error names the fields that differ.
@@ -62,7 +62,7 @@ class Ticket(Model):
         return named + [None] * (wanted - len(named))
 
     def match(self, namespace: Namespace, wanted: int) -> Match:
-        """Return the chunks before the first chunk without a node, at most `wanted`. Raises the errors of `holders`."""
+        """Return the leading chunks, at most `wanted`, that all have a node. Raises the errors of `holders`."""
         named = tuple(takewhile(bool, self.holders(namespace, wanted)))
         return Match(len(named), tuple(name for name in named if name))
 

@@ -25,8 +25,8 @@ from raykv.storage.batches import Chain
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 2
-"""Slots that are lent ahead of need take at most 1 / AHEAD_SHARE of the free bytes above the low-water mark, of the
-free bytes of the group's quota, and of the free rows."""
+"""Slots that are lent ahead of need take at most 1 / AHEAD_SHARE of each of these: the free bytes that exceed the
+low-water mark, the free bytes of the group's quota, the free rows."""
 AHEAD_BOUND: Final = 8
 """No slots are lent ahead of need when all lent slots together take 1 / AHEAD_BOUND of the arena."""
 NO_ROWS: Final[Rows] = np.empty(0, np.int32)
@@ -37,8 +37,8 @@ class Allocator:
 
     Attributes:
         slots, free_rows: The free slots and the free rows.
-        used_nbytes: Bytes in slots of all rows that are not free, by quota group.
-        lent_nbytes: Bytes in slots of lent rows, by quota group.
+        used_nbytes: For each quota group, the bytes in the slots of its rows. Free rows have no slot.
+        lent_nbytes: For each quota group, the bytes in the slots of its lent rows.
         chunks: Number of ready rows, which are the rows with a readable chunk.
     """
 
@@ -61,7 +61,7 @@ class Allocator:
         if not rows.size:
             return rows, pages
         columns = self._table.columns
-        columns.generation[rows] |= 1  # odd, so that readers reject the row; the 0 of a new row becomes 1
+        columns.generation[rows] |= 1  # odd (1 for a new row), so that readers reject the row
         columns.page[rows] = pages
         columns.group[rows] = group
         columns.nbytes[rows] = size
@@ -86,7 +86,7 @@ class Allocator:
         columns.parent_generation[rows] = np.where(linked, _even(columns.generation[np.maximum(parents, 0)]), 0)
         with self._table.changing():
             columns.nbytes[rows] = nbytes
-            self._table.insert(keys, rows)  # before any count changes, because a damaged index raises LostError
+            self._table.insert(keys, rows)  # before the counts change, because this may raise LostError
             columns.state[rows] = RowState.READY
             np.add.at(columns.children, parents[linked], 1)
             columns.generation[rows] = _even(columns.generation[rows])  # last, because now readers see the chunks
@@ -99,7 +99,7 @@ class Allocator:
         self._free(rows)
 
     def quarantine(self, rows: Rows, *, now_s: float) -> None:
-        """Move rows from LENT to QUARANTINED. `release` frees them after QUARANTINE_S, even in a later process."""
+        """Move rows from LENT to QUARANTINED. `release` frees them after QUARANTINE_S. A restart keeps this time."""
         if not rows.size:
             return
         columns, until_s = self._table.columns, now_s + QUARANTINE_S
@@ -148,7 +148,7 @@ class Allocator:
         self.free_rows.give(rows)
 
     def require_lent(self, rows: Rows, group: int | None = None, size: int = 0) -> None:
-        """Raise UsageError if a row is not lent, or is in `rows` twice. With `group`, check group and slot size too."""
+        """Raise UsageError if a row is not lent, is in `rows` twice, or (with `group`) has another group or size."""
         columns, count = self._table.columns, self._table.rows_populated
         if not rows.size:
             return
@@ -187,10 +187,10 @@ class Allocator:
             counts += sign * np.bincount(groups, sizes, MAX_NAMESPACES).astype(np.int64)
 
     def _resume_quarantine(self, rows: Rows, now_s: float) -> deque[tuple[float, Rows]]:
-        """Return the quarantined rows, and the times at which their quarantine ends, earliest first.
+        """Return pairs: a time, and the rows whose quarantine ends at this time. Earliest first.
 
-        If an earlier process quarantined a row, the column `inserted` has the end of the quarantine. If this time is in
-        the future, it is used. For all other rows, the quarantine starts now.
+        If an earlier process quarantined a row, the column `inserted` has the end of the quarantine. An end in the
+        future stays valid. For all other rows, the quarantine starts now.
         """
         table, inserted = self._table, self._table.columns.inserted
         now, latest = table.ticks(now_s), table.ticks(now_s + QUARANTINE_S)

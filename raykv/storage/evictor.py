@@ -121,7 +121,7 @@ class Evictor:
         return count
 
     def _make_room_in_quota(self, count: int, size: int, group: int, now: int) -> int:
-        """Evict chunks of the group until its quota allows `count` more slots. Returns how many slots it allows."""
+        """Evict chunks of the group until its quota allows `count` slots. Return how many it allows."""
         quota = int(self._table.namespaces["capacity"][group])
         count = min(count, quota // size) if quota else count
         while (allowed := self._within_quota(count, size, group)) < count:
@@ -157,8 +157,8 @@ class Evictor:
     def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
         """Return the rows of the coldest extent that can be emptied, and the tick of their last access.
 
-        Only extents whose slot size is not `size` are checked. They are ordered by the last access to the `candidates`
-        in each extent. Returns no rows if none of the checked extents can be emptied.
+        Only extents whose slot size is not `size` are checked. An extent is as cold as the most recently accessed of
+        its `candidates`. Returns no rows if none of the checked extents can be emptied.
         """
         columns, slots = self._table.columns, self._allocator.slots
         last = np.full(self._table.extents, np.iinfo(np.int64).max)
@@ -218,7 +218,7 @@ class Evictor:
             rows = self._candidates_of(group, wanted=SAMPLE_SHARE)
             if self._evict(rows, self._as_chunks(excess, rows), now, one_step=True):
                 return
-        self.over_quota.discard(group)  # the group is within its quota, or its other rows are pinned or lent
+        self.over_quota.discard(group)  # within its quota now, or only pinned and lent rows are left
 
     def _lacking(self, share: float) -> int:
         """Return the number of chunks to evict until this share of the arena and of the rows is free."""
@@ -289,8 +289,8 @@ class Evictor:
     def _victims(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> Rows:
         """Choose `count` candidates to evict.
 
-        If the candidates are a sample, choose at least 1 / SAMPLE_SHARE of them. With `one_step`, choose just this
-        share.
+        From a sample, choose at least 1 / SAMPLE_SHARE of the candidates. With `one_step`, choose just this share of
+        the sample.
         """
         if not self._is_small() and count > 0:
             count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)

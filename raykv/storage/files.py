@@ -14,9 +14,9 @@ from raykv.memory.table import Table
 log = logging.getLogger(__name__)
 
 OWN_TIMEOUT_S: Final = 10.0
-"""How long a starting node waits for the end of the process that owns its files."""
+"""How long a starting node waits for the end of the process that owns the node's files."""
 MOST_TICKS: Final = 1 << 31
-"""A table that is older than this, about a year, is replaced by an empty table. Its 32-bit times would soon wrap."""
+"""An empty table replaces a table that is older than this (a year), because its 32-bit times would soon wrap."""
 ABANDONED_S: Final = 300.0
 """Files count as abandoned when they were not touched for this time. A node touches its table at every heartbeat."""
 
@@ -77,7 +77,7 @@ def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -
     them recently: they may belong to a raykv cluster of the same name on another Ray cluster of this host.
 
     Args:
-        config: Settings of a node of this cluster.
+        config: Settings of any node of this cluster.
         alive: Ids of the raykv nodes on live Ray nodes.
         now_s: Time of the wall clock, as in file times.
     """

@@ -17,8 +17,8 @@ class QuotaGroups:
     def __init__(self, table: Table, release: Callable[[int], bool] = lambda number: False) -> None:
         """Read the list of groups from the table. Raises LostError if the list is damaged.
 
-        `release` is called before a dropped group's number is given to another group. `release` returns False while the
-        number is in use.
+        `release` is called before a dropped group's number is given to another group. `release` returns False while
+        rows of the dropped group remain.
         """
         self._table, self._namespaces, self._release = table, table.namespaces, release
         self._retired: set[int] = set()

@@ -32,7 +32,7 @@ class RowHints:
         self._table, self.active = table, active
         self._priority = lazy_zeros(table.rows, np.int8)
         self._ended = lazy_zeros(table.rows, np.uint32)  # tick at which the session ended; 0: not ended
-        self._retained = lazy_zeros(table.rows, np.int8)  # least priority until `_retained_until`
+        self._retained = lazy_zeros(table.rows, np.int8)  # minimum of the priority until `_retained_until`
         self._retained_until = lazy_zeros(table.rows, np.uint32)  # tick; 0: not retained
         self._configs: dict[int, NamespaceConfig] = {}
 
@@ -54,7 +54,8 @@ class RowHints:
     def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
         """Change hints of rows. A hint of None stays as it is. A `ttl_s` of 0 means no expiry.
 
-        If `ended` is True, the session of the rows has ended. A later read of a row undoes this.
+        `ended`: True if the session of the rows has ended, False if it goes on. A read of a row after True acts like
+        False.
         """
         self.active = True
         if ttl_s is not None:
@@ -65,10 +66,11 @@ class RowHints:
             self._ended[rows] = now if ended else 0
 
     def retain(self, keys: KeyArray, ttl_s: float, priority: int, *, now_s: float) -> int:
-        """Keep chunks for `ttl_s` seconds: they do not expire earlier, and have at least this priority. Undoes `ended`.
+        """Keep chunks for `ttl_s` seconds: they do not expire earlier, and have at least this priority.
 
         An expiry never becomes earlier, and a priority never becomes lower. If a chunk is retained twice, the retention
-        with the higher priority counts. After the retention the chunk has its earlier priority again.
+        with the higher priority counts. After the retention the chunk has its earlier priority again. The session
+        of the chunks counts as not ended.
 
         Returns:
             The number of these chunks that are stored.
@@ -105,7 +107,7 @@ class RowHints:
         return ranks
 
     def below(self, rows: Rows, now: int) -> tuple[Bits, npt.NDArray[np.int64]]:
-        """Return which rows may be copied to tiers below memory, and their priorities for `Admission.admit`."""
+        """Return which rows may be copied to tiers below memory, and the priority of each row for `Admission.admit`."""
         ranks, may = self.ranks(rows, now), np.ones(len(rows), np.bool_)
         priorities = np.where(ranks == ENDED, 1, np.sign(ranks))
         groups = self._table.columns.group[rows]
@@ -119,7 +121,7 @@ class RowHints:
 
 
 def default_priority(config: NamespaceConfig) -> int:
-    """Return the priority of new chunks. With `tiers` "ssd" it is the lowest: memory only buffers such chunks."""
+    """Return the priority of new chunks. With `tiers` "ssd" it is the lowest, as memory only buffers the chunks."""
     return -HIGHEST_PRIORITY if config.tiers == "ssd" else config.priority
 
 

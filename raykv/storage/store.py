@@ -1,6 +1,6 @@
 """The store of one node lends slots, and commits, pins and removes chunks. It is the only writer of the chunk table.
 
-The store has no threads, sockets or clock. The node calls the store under one lock and passes the time. Readers on this
+The store has no threads, sockets or clock. The node calls the store under one lock and passes the time. Readers on its
 host read the table and the arena directly (`raykv.memory.reader`).
 """
 
@@ -104,7 +104,7 @@ class Store:
             try:
                 return cls(config, *attach_files(config, prefix, now_s=now_s), now_s=now_s)
             except LostError as error:
-                log.info("starting empty: %s", str(error))  # only the text: the traceback would keep the mapping alive
+                log.info("starting empty: %s", str(error))  # a logged traceback would keep the mapping alive
                 remove_files(prefix)
         return cls(config, *create_files(config, prefix, now_s=now_s), now_s=now_s)
 
@@ -122,7 +122,7 @@ class Store:
         return absent[is_first(keys[absent])].astype(np.int32)
 
     def history(self, keys: KeyArray, *, now_s: float) -> tuple[Bits, npt.NDArray[np.uint32], Departures]:
-        """Return for each key: whether the chunk is stored, the chunk's length or 0, and the chunk's last departure."""
+        """Return for each key: whether the chunk is stored, its length (0 if not stored), and its last departure."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows = self.table.find(keys)
         here, rows = rows >= 0, np.maximum(rows, 0)
@@ -172,7 +172,7 @@ class Store:
         Args:
             group: The quota group of the chunks to be written.
             nbytes: Length of each chunk in bytes.
-            count: Number of slots that the writer needs now. Chunks are evicted to get these slots.
+            count: Number of slots that the writer needs now. If fewer are free, chunks are evicted.
             ahead: Number of additional slots for later writes. Nothing is evicted for them.
             protect: Keys of chunks that must not be evicted.
             now_s: Time of the host's monotonic clock.
@@ -189,7 +189,7 @@ class Store:
         lent, missing = [(NO_ROWS, np.empty(0, np.uint32))], count
         if count > 0:
             protected = np.concatenate([NO_ROWS, *map(self.table.find, protect)])
-            for _ in range(2):  # a second time only if an extent got no real memory, so that more must be evicted
+            for _ in range(2):  # again only if an extent got no real memory: then fewer than `room` were lent
                 room = self.evictor.make_room(missing, size, group, protected, now)
                 lent.append(self.allocator.lend(room, size, group))
                 missing -= len(lent[-1][0])
@@ -205,7 +205,7 @@ class Store:
         """Give keys to lent slots that the writer has filled, and make the chunks visible to all readers.
 
         Returns:
-            For each slot, whether the slot was used. An unused slot stays lent. Its key is stored already, or occurs
+            For each slot, whether it was used. A slot is unused, and stays lent, if its key is already stored or occurs
             earlier in the batch.
 
         Raises:
@@ -343,8 +343,8 @@ class Store:
         Args:
             group: The quota group whose policy changes. None: change the default policy, which applies to all groups
                 without their own policy.
-            chosen: The new policy. None: the group uses the default policy again. If `group` is None too, the policy of
-                the config becomes the default policy again.
+            chosen: The new policy. None: the group uses the default policy again. If both are None, the default
+                policy is the policy of the config again.
             now_s: Time of the host's monotonic clock.
 
         Raises:
@@ -383,8 +383,8 @@ class Store:
             keys: Keys of the chunks, shape [n, 2].
             ttl_s, priority, ended: See `RowHints.update`.
             touch: Whether to count this as a read.
-            output_tokens: Number of tokens that a request generated. The request read or stored the chunks, and is
-                done. None: no request is done.
+            output_tokens: Number of tokens that a finished request generated; it had read or stored the chunks. None:
+                no request has finished.
             now_s: Time of the host's monotonic clock.
 
         Raises:

@@ -50,8 +50,7 @@ class NodeHandle:
 
         Raises:
             ConfigError: The node cannot run with this config on this host. The message says why.
-            PeerUnavailable: The supervisor ended, or the node did not start within START_S. The processes' stderr says
-                why.
+            PeerUnavailable: The supervisor ended, or the node did not start within START_S. Their stderr says why.
         """
         self.config = config
         self.pid = self.starts = 0
@@ -109,7 +108,7 @@ class NodeHandle:
     def stop(self, *, unlink: bool = False) -> None:
         """Stop the node and the supervisor. With `unlink`, also leave the cluster and remove the node's memory.
 
-        Further calls are allowed.
+        Can be called more than once.
         """
         with self._stopping:
             if not self.ended:

@@ -31,8 +31,8 @@ from raykv.node.node import Node
 log = logging.getLogger("raykv.supervisor.process")  # not __name__, which is "__main__" in this process
 
 CONFIG_STATUS: Final = 78
-"""Exit status of a node and its supervisor if the node cannot run with its config on this host. The value of EX_CONFIG
-in sysexits.h."""
+"""Exit status of a node and its supervisor if the node cannot run with its config on this host. Equal to EX_CONFIG of
+sysexits.h."""
 STEADY_S: Final = 1.0
 """A node that ran for at least this long is restarted at once. After a shorter run, the restart is delayed. The delay
 grows with each short run."""
@@ -175,8 +175,8 @@ class Supervisor:
 def _has_sigterm() -> bool:
     """Wait for SIGTERM, up to CHECK_S.
 
-    If the process was stopped (SIGSTOP) during the wait, and the time is over when it goes on, Python returns a signal
-    that has not come, with another number.
+    Python returns a signal with another number, which was never sent, if the process was stopped (SIGSTOP) during the
+    wait and continues only after CHECK_S.
     """
     found = signal.sigtimedwait({signal.SIGTERM}, CHECK_S)
     return found is not None and found.si_signo == signal.SIGTERM

@@ -61,7 +61,7 @@ class Admission:
         chunk that is too large for the rest of the budget is skipped. Smaller chunks after it may still fit.
 
         Args:
-            reads: Number of reads of the chunk since it was stored. One more for a chunk that was evicted before:
+            reads: Number of reads of the chunk since it was stored. Plus one if the chunk was evicted before, because
                 storing it again shows another request.
             parent_reads: Number of reads of the chunk's parent; 0 without a parent.
             nbytes: Space that the chunk takes in the tier.

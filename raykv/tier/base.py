@@ -55,7 +55,7 @@ def is_same(found: Found | None, nbytes: int, checksum: int) -> bool:
 
 
 Written = Callable[[Sequence[Chunk], Sequence[bool]], None]
-"""The callback of `Tier.write`. It gets the chunks that the tier took, and for each whether the tier has it now."""
+"""The callback of `Tier.write`. It gets the chunks that the tier took, and whether the tier now has each chunk."""
 Arrived = Callable[[Sequence[bool]], None]
 """The callback of `Tier.read`. It gets for each chunk whether the arena has it now, undamaged."""
 
@@ -82,7 +82,7 @@ class Environment(NamedTuple):
     Attributes:
         arena: The node's arena, writable. It begins at a page boundary. `Chunk.offset` is relative to its first byte.
         node: Name of the node: unique, the same after a restart, valid as a file name.
-        groups: The node's numbers and names of quota groups.
+        groups: The names and numbers of the node's quota groups.
     """
 
     arena: memoryview
@@ -119,8 +119,8 @@ class Tier(ABC):
         True for it.
 
         Returns:
-            Number of chunks taken. If it is 0, `done` is never called: the queue is full, the tier is off, or no space
-            can be made.
+            Number of chunks taken: 0 if the queue is full, the tier is off, or no space can be made. `done` is never
+            called then.
         """
 
     @abstractmethod
@@ -135,7 +135,8 @@ class Tier(ABC):
             offsets: Position in the arena of the slot for each chunk.
 
         Returns:
-            Whether the tier accepted the call. If not, `done` is never called: the queue is full or the tier is off.
+            Whether the tier accepted the call: False if the queue is full or the tier is off. `done` is never called
+            then.
         """
 
     @abstractmethod
@@ -173,7 +174,7 @@ class Tier(ABC):
 
         * `state`: "starting", "on", "slow" or "off"; `reason`: why it is not "on".
         * `chunks`, `used_nbytes`, `capacity_nbytes`: what the tier holds, and how much it can hold.
-        * `written_nbytes`, `read_nbytes`: bytes of chunks written for callers and read since the start.
+        * `written_nbytes`, `read_nbytes`: bytes of the chunks written and read for callers since the start.
         * `moved_nbytes`: bytes of chunks that the tier moved to another of its segments.
         * `disk_nbytes`: all bytes written to the disk.
         * `refused`, `corrupt`: numbers of chunks. `timeouts`, `errors`: numbers of operations on the disk.

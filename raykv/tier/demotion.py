@@ -25,7 +25,7 @@ AHEAD_SHARE: Final = 0.125
 """The chunks that eviction takes next are demoted in advance, up to this share of the arena. A larger burst of puts may
 evict chunks before a tier has written them."""
 NEW_SHARE: Final = 32
-"""Demotion is due when more than 1 in 32 chunks of the store are new since the last `demote`."""
+"""Demotion is due when more than 1 / NEW_SHARE of the store's chunks are new since the last `demote`."""
 STEP_CHUNKS: Final = 1024
 """One call of `Tier.write` gets at most this many chunks."""
 
@@ -42,7 +42,7 @@ class Demotion:
     ) -> None:
         """Demote chunks of `store`, which `lock` guards.
 
-        When a write ends, successfully or not, `written` is called with the keys. The lock is not held then.
+        When a write ends, successfully or not, `written` is called with the keys, without the lock.
         """
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
@@ -101,7 +101,7 @@ class Demotion:
                 return
 
     def write(self, tier: Tier, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], int]:
-        """Offer those chunks to the tier that are still evictable.
+        """Offer the tier those of the chunks that are still evictable.
 
         Returns the offered chunks, and how many of them the tier took.
         """
@@ -155,8 +155,8 @@ class Demotion:
     def barring(self, keys: KeyArray | None = None, *, group: int | None = None) -> Iterator[None]:
         """While the context lasts, write no chunk of these keys or of this quota group to a tier.
 
-        A deletion runs in this context, because it deletes chunks in the tiers first and in memory second. Without the
-        context, demotion could write the chunks to the tiers again in between.
+        A deletion runs in this context, because it deletes chunks first in the tiers and then in memory. Otherwise
+        demotion could write a chunk to a tier again between these two steps.
         """
         barred: list[int | bytes] = [] if keys is None or not self._tiers else [*raw_keys(keys)]
         barred += [] if group is None or not self._tiers else [group]

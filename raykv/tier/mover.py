@@ -54,9 +54,9 @@ class TierMover:
         self._changed()
 
     def find(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
-        """Return two arrays: for each chunk the place of the fastest tier that has it, and its length in bytes.
+        """Return two arrays: the place of the fastest tier that has each chunk, and the chunk's length in bytes.
 
-        If no tier has the chunk, they are NOWHERE and 0.
+        A chunk that no tier has gets NOWHERE and 0.
         """
         places, nbytes = np.full(len(keys), Place.NOWHERE, np.uint8), np.zeros(len(keys), np.uint32)
         for tier in self.tiers:
@@ -88,8 +88,8 @@ class TierMover:
     def delete(self, keys: KeyArray) -> int:
         """Delete chunks from the tiers. Returns the number of copies deleted.
 
-        To delete chunks in memory too, the caller enters `barring` and calls `delete`. Still in this context, it takes
-        the node's lock, deletes the chunks in memory, and calls `give_up`.
+        A caller that deletes the chunks in memory too does this within one `barring`: it calls `delete`, takes the
+        node's lock, deletes the chunks in memory, and calls `give_up`.
         """
         return self._remove(lambda tier: tier.delete(keys), Reason.DELETED)
 
@@ -103,11 +103,10 @@ class TierMover:
         return count
 
     def drop_outdated(self, keys: KeyArray) -> int:
-        """Delete copies in tiers that have an outdated expiry. Call this after a put or a change of expiry.
+        """Delete from the tiers all copies with an outdated expiry. Call this after a put or a change of expiry.
 
-        A copy is outdated if it expires later than the chunk in memory, because a tier could return it after the new
-        TTL. If the chunk in memory never expires, a copy with any expiry is outdated. Returns the number of copies
-        deleted.
+        A copy that expires later than the chunk in memory is outdated, because a tier could return it too late. If the
+        chunk in memory never expires, a copy with any expiry is outdated. Returns the number of copies deleted.
         """
         count, now_s = 0, time.monotonic()
         today_s = time.time() - now_s
@@ -155,7 +154,7 @@ class TierMover:
 
 
 def _differ(below_s: float, memory_s: float) -> bool:
-    """Whether the copy in the tier is outdated. Expiry in the tier and in memory: seconds since 1970, 0 for never."""
+    """Whether a tier's copy is outdated. Arguments: expiry of the two copies in seconds since 1970, 0 for never."""
     if not memory_s:
         return below_s > 0
     return not below_s or below_s > memory_s + OUTLIVES_S

@@ -46,8 +46,8 @@ class Catalog:
     Attributes:
         packs: All files that this node knows, by `Pack.number`.
         known: The same files, by `Name.stem`.
-        texts: Quota groups as JSON, in the order of their numbers in the index. These numbers are not those of the
-            node, because packs hold groups of other clusters too.
+        texts: Quota groups as JSON, in the order of their numbers in the index. The node has other numbers for its
+            groups, because packs can also hold groups of other clusters.
         groups: Number of each quota group in the index, by its JSON.
     """
 
@@ -98,7 +98,7 @@ class Catalog:
         return np.array([self.packs[number].name.sequence for number in numbers.tolist()], np.int64)[places]
 
     def insert(self, pack: Pack, texts: tuple[bytes, ...], entries: Array) -> None:
-        """Enter those chunks of a pack that no tombstone covers. Of two copies, the one in the later pack wins.
+        """Enter those chunks of a pack that no tombstone covers. If a chunk is in two packs, the later pack wins.
 
         `entries` (`format.ENTRY`) and `texts` are from the record of the pack.
         """
@@ -122,7 +122,7 @@ class Catalog:
                 self._changes.add(entries["key"])
 
     def _group(self, text: bytes) -> int:
-        """Return a quota group's number in the index. A new group gets one; -1 if none is free."""
+        """Return a quota group's number in the index. A new group gets a free number, or -1 if there is none."""
         if text not in self.groups and len(self.texts) < MAX_NAMESPACES:
             self.groups[text] = len(self.texts)
             self.texts.append(text)
@@ -166,8 +166,8 @@ class Tombstones:
         latest: The highest sequence of a tombstone so far.
         pending_keys: Keys of pending tombstones.
         pending_texts: Quota groups of pending tombstones, as JSON.
-        pending_sequence: Least sequence of the next tombstone file. With it, the file covers all that the pending
-            tombstones must cover.
+        pending_sequence: The next tombstone file must have at least this sequence. Otherwise it would not cover all
+            that the pending tombstones must cover.
     """
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class Tombstones:
         )
 
     def covers(self, key: bytes, text: bytes, sequence: int) -> bool:
-        """Whether a tombstone covers a chunk of this key and group in a pack of this sequence. Pending ones count."""
+        """Whether a tombstone, pending or not, covers a chunk of this key and group in a pack of this sequence."""
         if key in self.pending_keys or text in self.pending_texts:
             return True
         return max(self._keys.get(key, 0), self._texts.get(text, 0)) > sequence

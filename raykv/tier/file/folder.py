@@ -39,7 +39,7 @@ class Name(NamedTuple):
 
     Attributes:
         sequence: Time when the file was begun, in ns since 1970. It is increased if the file must come after another
-            one. Of two copies of a chunk, the one in the pack with the higher sequence wins.
+            file. Of two copies of a chunk, the one in the pack with the higher sequence wins.
         writer: Name of the node that wrote the file.
         token: Random text that stands for the process that wrote the file.
         kind: "part": a pack that is being filled. "pack": a finished pack. "tombs": a file of tombstones.
@@ -91,7 +91,7 @@ class Folder:
     def prepare(self) -> None:
         """Create the directory if it is missing. Only the first call also creates the parent directory.
 
-        If the parent is missing later, it was unmounted. Then the call raises OSError.
+        A later call raises OSError if the parent is missing, because the file system was unmounted.
         """
         with self.operation():
             if not self._made:
@@ -145,7 +145,7 @@ class Folder:
                     raise
 
     def touch(self, name: Name) -> None:
-        """Set a pack's modification time to now, by the file system's clock. This time says when it was last used."""
+        """Set a pack's modification time to now, by the file system's clock: the pack is in use now."""
         with self.operation():
             os.utime(self.path / str(name))
 
@@ -227,7 +227,7 @@ class Folder:
 
 
 def _records(fd: int, nbytes: int) -> tuple[Record, bool] | None:
-    """Read a file's records like `read_segment`, even if the end of the file is missing."""
+    """Read a file's records as `read_segment` does. The end of the file may be missing."""
 
     def read(offset: int, size: int) -> memoryview:
         buffer = memoryview(bytearray(min(size, max(0, nbytes - offset))))
@@ -245,7 +245,7 @@ def _records(fd: int, nbytes: int) -> tuple[Record, bool] | None:
 
 
 def write_summary(fd: int, record: Record) -> int:
-    """Write a summary to the end of its segment. Returns its length in bytes."""
+    """Write a summary to the end of its segment. Returns the summary's length in bytes."""
     view = encoded(record)
     return write_all(fd, [view], record.segment_blocks * BLOCK_NBYTES - len(view))
 

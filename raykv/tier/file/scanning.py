@@ -91,7 +91,7 @@ class Scanner:
                     self._state.catalog.remove_pack(pack)
 
     def _remove_obsolete(self, names: list[Name]) -> None:
-        """Remove tombstone files older than all packs. Two scans must agree, as one may miss a pack being renamed."""
+        """Remove tombstone files older than all packs. Two scans must agree: one may miss a pack being renamed."""
         oldest = min((name.sequence for name in names if name.kind != "tombs"), default=time.time_ns())
         obsolete = {name for name in names if name.kind == "tombs" and name.sequence < oldest}
         for name in obsolete & self._obsolete:

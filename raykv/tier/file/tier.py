@@ -38,7 +38,7 @@ from raykv.tier.segments.requests import QUEUED_READS, Request, Run, runs_of
 from raykv.types import Bits, KeyArray, Rows
 
 TOUCH_S: Final = 60.0
-"""A node that reads a pack also sets the pack's modification time, but at most once in this time."""
+"""A node that reads a pack sets the pack's modification time, at most once per TOUCH_S."""
 SCANNER, WRITER = 0, 1
 """Numbers of the threads that scan and write. All other threads read."""
 CLOSE_S: Final = 5.0
@@ -196,7 +196,7 @@ class FileTier(Tier):
                 self._state.folder.touch(pack.name)
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. Until the tombstones are written, other nodes find the chunks. So does this node after a restart.
+        """See `Tier`. Before the tombstones are written, other nodes, and this node after a restart, find the chunks.
 
         Keys that are not in the index get tombstones too: they may be in packs that this node has not scanned yet.
         """
@@ -217,7 +217,7 @@ class FileTier(Tier):
         return len(rows)
 
     def _bury(self, rows: Rows, *, keys: Sequence[bytes] = (), texts: Sequence[bytes] = ()) -> None:
-        """Queue tombstones and apply them. `rows`: the chunks that they delete.
+        """Queue tombstones and apply them. `rows`: rows of the chunks that these tombstones delete.
 
         The tombstones get a higher sequence than the packs of these chunks, and than the pack that is being filled.
         """
@@ -229,7 +229,7 @@ class FileTier(Tier):
         state.lock.notify_all()
 
     def close(self) -> None:
-        """See `Tier`. Publishes the part that is being filled and pending tombstones, if that takes at most CLOSE_S."""
+        """See `Tier`. Publishes pending tombstones and the part that is being filled, if that takes at most CLOSE_S."""
         state = self._state
         with state.lock:
             state.closed, state.readable = True, False

@@ -26,8 +26,8 @@ BATCH_CHUNKS: Final = 256
 BATCH_NBYTES: Final = 32 << 20
 TOMBSTONES_S: Final = 1.0
 TOMBSTONE_KEYS: Final = 1 << 14
-"""A tombstone file is written at the earliest TOMBSTONES_S after the previous one, or when a new pack begins. At most
-TOMBSTONE_KEYS pending keys go into one file."""
+"""After a tombstone file, the next one is written when TOMBSTONES_S have passed, or earlier if a new pack begins. One
+file gets at most TOMBSTONE_KEYS pending keys."""
 MERGE_FILES: Final = 32
 """If a node has this many tombstone files, it merges them into one."""
 
@@ -104,7 +104,7 @@ class Part:
 
 
 class Writer:
-    """Writes packs and tombstone files. Used by one thread, except `due_s`: any thread may call it."""
+    """Writes packs and tombstone files. Any thread may call `due_s`. All other methods belong to one thread."""
 
     def __init__(self, state: State, scanner: Scanner) -> None:
         self._state, self._scanner = state, scanner
@@ -198,7 +198,7 @@ class Writer:
                 state.finish(item, is_here)
 
     def _next_sequence(self, above: int = 0) -> int:
-        """Return a new sequence: the time in ns since 1970, but more than `above` and than all earlier results."""
+        """Return the time in ns since 1970; if needed a higher number, to exceed `above` and all earlier results."""
         with self._state.lock:
             self._sequence = max(time.time_ns(), self._sequence + 1, above + 1)
             return self._sequence
@@ -254,7 +254,7 @@ class Writer:
             state.folder.remove(pack.name)
 
     def _merged(self, old: list[Pack]) -> tuple[list[bytes], list[bytes]]:
-        """Return the keys and quota groups of these tombstone files, without those that were stored again."""
+        """Return those keys and quota groups of these tombstone files of which no chunk was stored again."""
         catalog = self._state.catalog
         keys, texts = catalog.tombstones.of({pack.name.sequence for pack in old})
         here = catalog.index.find_all(key_array(keys)) >= 0

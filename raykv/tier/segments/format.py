@@ -6,8 +6,8 @@ A segment is a file of fixed size, cut into blocks of BLOCK_NBYTES. It is filled
 
 A batch is a record and its chunks. The record lists the content of the batch and the start of the next batch. Each
 chunk begins at a block. Records also hold tombstones: deleted keys and dropped quota groups. A tombstone covers the
-chunks of its key or group in all batches before its own, in this segment and in segments with a lower sequence number.
-Covered chunks count as deleted.
+chunks of its key or group in earlier batches of its segment, and in all segments with a lower sequence number. Covered
+chunks count as deleted.
 
 A full segment is sealed by a summary: one record with the content of all records, at the end of the file. A starting
 tier reads only the summary. If the summary is missing or damaged, the tier reads the batches in order, up to the first
@@ -34,7 +34,7 @@ from raykv.types import KeyArray
 MAGIC: Final = 0x3147_4553_564B_5941  # "AYKVSEG1"
 LAYOUT_VERSION: Final = 1
 BLOCK_NBYTES: Final = SLOT_ALIGNMENT_NBYTES
-"""The unit of direct I/O. Slots of the arena also begin and end at multiples of a block."""
+"""The unit of direct I/O. Slots of the arena begin and end at multiples of this unit."""
 TAIL_BLOCKS: Final = 32
 """Blocks in the first read of a summary: enough for about 1 800 chunks. A longer summary takes a second read."""
 BATCH, SUMMARY = 0, 1
@@ -111,7 +111,7 @@ class Record(NamedTuple):
         incarnation, sequence: A pair of numbers that no other use of the file has.
         number: Index of the batch in its segment; in a summary, the number of batches.
         next_block: First block of the next batch.
-        texts: Quota groups as JSON, without duplicates. `group` of an entry is an index into them.
+        texts: Quota groups as JSON, without duplicates. `group` in ENTRY and DROPPED is an index into `texts`.
         entries, deleted, dropped: Arrays of ENTRY, DELETED and DROPPED.
     """
 
@@ -161,7 +161,7 @@ def encode(record: Record, target: memoryview) -> int:
 
 
 def claimed_blocks(first: memoryview) -> int:
-    """Return the length in blocks that a record's first block states. 0 if no record begins there. Verifies nothing."""
+    """Return a record's length in blocks, unverified, from its first block. 0 if `first` does not begin a record."""
     if len(first) < BLOCK_NBYTES:
         return 0
     head = np.frombuffer(first, HEAD, 1)[0]
@@ -259,7 +259,7 @@ def joined(records: Sequence[Record]) -> Record:
 
 
 def living(record: Record) -> Array:
-    """Return the valid entries of a record: no later entry has the same key, and no later tombstone covers them."""
+    """Return the entries that no later entry of the same key replaces and no later tombstone covers."""
     entries = record.entries
     if not len(entries):
         return entries

@@ -83,7 +83,7 @@ class Index:
         return self._table.ready_rows()
 
     def used(self) -> slice:
-        """Return a slice from row 0 that contains all rows in use, and maybe free ones."""
+        """Return a slice from row 0 that contains all rows in use, and maybe some free rows."""
         return slice(0, self._free.fresh)
 
     def rows_where(self, bits: Bits) -> Rows:
@@ -121,7 +121,7 @@ class Index:
 
         Args:
             groups: Number of each chunk's quota group.
-            segment: The same for all chunks; see `Index.segment`.
+            segment: `Index.segment` of all these chunks.
         """
         columns = self.columns
         ticks = np.maximum(1, (entries["expires_s"] - self._made_at_s) * TICKS_PER_S)
