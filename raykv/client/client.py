@@ -41,9 +41,9 @@ _NO_NODE: Final = "no node of the cluster runs on this host"
 class Client(AdminCalls):
     """One process's access to one namespace. Thread-safe. A forked child can use it, and opens new connections.
 
-    The argument `keys` is a list of names, or an array that the method `keys` or `chain` returned. If
-    a read from another node fails, the chunks of that read are misses, and no exception is raised. A wrong argument
-    raises a UsageError that names the argument.
+    The argument `keys` is a list of names, or an array that the method `keys` or `chain` returned. If a read from
+    another node fails, the chunks of that read are misses, and no exception is raised. A wrong argument raises a
+    UsageError that names the argument.
     """
 
     def __init__(self, namespace: Namespace, router: Router) -> None:
@@ -350,8 +350,8 @@ class Client(AdminCalls):
         """Store one chunk under a 16-byte key. The chunk belongs to no chain. Arguments and errors as for `put`.
 
         Returns:
-            With `wait=True`: whether the chunk is stored now. With `wait=False`: True also if the chunk's
-            commit was only sent. For example, the result is False if the arena is full or no node answers.
+            With `wait=True`: whether the chunk is stored now. With `wait=False`: True also if the chunk's commit was
+            only sent. For example, the result is False if the arena is full or no node answers.
         """
         put = Put(chunk_keys.from_bytes(one_key(key)), [value], chained=False, ttl_s=ttl_s, priority=priority)
         done = self.put_many([put], wait=wait, timeout_s=timeout_s)
@@ -412,7 +412,7 @@ class Client(AdminCalls):
     # -- internal ---------------------------------------------------------------------------------------------------
 
     def _add_misses(self, keys: Sequence[bytes], began_s: float) -> None:
-        """Count misses by reason: failed reads since `began_s`. `report` finds the reasons of other keys."""
+        """Count misses by reason. Failed reads since `began_s` are reasons. `report` finds the other reasons."""
         router, now_s = self.router, time.monotonic()
         reasons: Counter[str] = Counter()
         absent = []

@@ -150,7 +150,8 @@ class SlotSupply:
     def put_back_locked(self, lent: LentBatch, slots: Sequence[Slot]) -> None:
         """Put unused slots back into their pool, unless their lease has ended.
 
-        Also subtract `lent.ahead` from the pool's `coming`, because the commit was answered or never sent.
+        Also subtract `lent.ahead` from the pool's `coming`, because the commit that requests these slots is answered or
+        was never sent.
         """
         if lent.pool is not None and lent.life == self.pipeline.life:
             lent.pool.slots += slots

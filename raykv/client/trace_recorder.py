@@ -11,7 +11,7 @@ from raykv.types import KeyArray
 
 SEND_S: Final = 0.2
 SEND_KEYS: Final = 1 << 14
-"""`record` sends the collected requests SEND_S after the last send, or earlier if they have SEND_KEYS keys together."""
+"""`record` sends all collected requests if the last send was SEND_S ago, or if the requests have SEND_KEYS keys."""
 
 
 class TraceRecorder:

@@ -98,8 +98,8 @@ class Why:
 class PromptKeys:
     """Derives the keys of a prompt's chunks under several namespaces. Each key is derived only once.
 
-    Another namespace may cut the prompt into chunks of another size. Then this class derives the key of that
-    chunk of the other namespace that contains the given chunk's last token.
+    Another namespace may cut the prompt into chunks of another size. Then this class derives the key of that chunk
+    of the other namespace that contains the given chunk's last token.
     """
 
     def __init__(self, tokens: npt.NDArray[np.integer[Any]], chunk_tokens: int) -> None:

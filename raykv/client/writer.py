@@ -163,7 +163,7 @@ class Writer:
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
     def lend(self, group: Namespace, batch: Batch, *, deadline_s: float) -> LentBatch:
-        """Get slots for those chunks of a batch that this node lacks. If there are too few, `reason` says why.
+        """Get slots for those chunks of a batch that this host's node lacks. If slots are lacking, `reason` says why.
 
         Raises:
             UsageError: The size does not fit an extent.

@@ -69,7 +69,7 @@ class SsdConfig(Model):
 
 
 class FileTierConfig(Model):
-    """Settings of the file tier: a directory that several nodes share. They may belong to several clusters.
+    """Settings of the file tier: a directory that several nodes share, even nodes of different clusters.
 
     Chunks are stored in packs. A pack is a file of many chunks.
 

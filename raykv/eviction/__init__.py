@@ -64,7 +64,7 @@ def _made_of(found: Any, name: str) -> Policy:
 
 
 class UserPolicy(Policy):
-    """A user's score function as a policy. It evicts the rows with the lowest scores, and children before parents."""
+    """A user's score function as a policy. Evicts the row with the lowest score among those without children."""
 
     leaf_first = True
     drifts = True

@@ -35,12 +35,12 @@ class Policy(ABC):
 
     Policies see reads only as changed columns of the table. A policy holds its own state in arrays by row, and in
     bounded sets of keys. After a restart the node calls `on_insert` once with all stored rows, oldest first, to restore
-    this state. The other methods are called only with rows that `on_insert` was called with before.
+    this state. All other methods get only rows that `on_insert` has got before.
 
     Attributes:
         name: Name in reports.
-        leaf_first: Whether to evict a chunk only after all chunks that follow it in a chain. Without its parent, a
-            chunk can never be matched.
+        leaf_first: Whether to evict a chunk only after all chunks that follow it in a chain. This makes sense because a
+            chunk without its parent can never be matched.
         drifts: Whether scores change with time, and not only with reads.
         queues: Number of queues to which `queue` assigns the rows.
         capacity: Number of chunks in a full cache; None if unknown.
@@ -64,7 +64,7 @@ class Policy(ABC):
         return [count]
 
     def second_chance(self, columns: Columns, rows: Rows, now: int) -> Bits:
-        """Return which of these victims must not be evicted yet. The call gives each of them another score or queue."""
+        """Return which of these victims must not be evicted yet. Give these victims another score or queue."""
         return np.zeros(len(rows), np.bool_)
 
     def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:  # noqa: B027 - optional
@@ -104,7 +104,7 @@ def key_numbers(columns: Columns, rows: Rows) -> list[int]:
 def single_order(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Order:
-    """Combine all queues and ranks into one order. Within a rank, rows that `shares` takes from queues come first."""
+    """Combine all queues and ranks into one order. Within a rank, the victims according to `shares` come first."""
     ranked = ranks if ranks is not None and ranks(candidates, now).any() else None
     if policy.queues == 1 and ranked is None:
         return lambda rows: policy.score(columns, rows, now)
@@ -227,7 +227,7 @@ def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Ro
 def _leaves_first(columns: Columns, chosen: Rows) -> Rows:
     """Return `chosen` without the rows that have a descendant outside `chosen`. Each row comes after its descendants.
 
-    Rows are sorted by place. The place of a row is the highest index in `chosen` of the row and its descendants. The
+    Rows are sorted by place. The place of a row is the highest index that the row or a descendant has in `chosen`. The
     passes copy places to ancestors 1, 2, 4, ... levels above, so few passes are enough for a very long chain.
     """
     outside = len(chosen)

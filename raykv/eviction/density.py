@@ -170,10 +170,10 @@ class HitDensity(Policy):
         return digits
 
     def _place(self, columns: Columns, rows: list[int], parents: list[int]) -> Integers:
-        """Set `turn` and `place` of new rows. Returns for each row the number of chunks that were stored together.
+        """Set `turn` and `place` of new rows. Returns for each row how many chunks were stored together with its chunk.
 
-        This number includes the row's own chunk. A turn is one request of a conversation. A chunk begins a new turn if
-        its parent was stored earlier and has been read, because the chunk then belongs to a later request.
+        The chunk itself is included. A turn is one request of a conversation. A chunk begins a new turn if its parent
+        was stored earlier and has been read, because the chunk then belongs to a later request.
         """
         turns, places, earlier = self._rows["turn"], self._rows["place"], self._rows["earlier"]
         new = dict.fromkeys(rows, 0)

@@ -12,7 +12,7 @@ AGES: Final = 65
 """Number of age buckets. An age is a time since the last read, in ticks. There are two buckets for each doubling of the
 age, so 65 buckets are enough for ages of 32 bits."""
 AHEAD: Final = 8
-"""This many buckets above the highest observed age are in use too."""
+"""Number of buckets that are in use above the bucket of the highest observed age."""
 AT_ONCE: Final = 1 << 14
 """Observations are buffered. They are counted when the counts are needed, or when there are this many observations."""
 LEVEL: Final = 2.0
@@ -42,7 +42,7 @@ class Hazards:
         self._reads = np.zeros((self.classes, AGES))
         # An interval is a range of ages in which a chunk was not read; see `add_unread`.
         self._ticks = np.zeros((self.classes, AGES))  # observed ticks in the first and last bucket of each interval
-        # Number of intervals that cover the whole bucket, minus the same number for the bucket before.
+        # For each bucket: number of intervals that cover the whole bucket, minus this number for the previous bucket.
         self._whole = np.zeros((self.classes, AGES + 1))
         self._new_reads: list[tuple[Integers, Integers, Floats]] = []
         self._new_intervals: list[tuple[Integers, Integers, Integers, Floats]] = []
@@ -131,9 +131,9 @@ def scale(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Floats:
 def density(chance: Floats) -> Floats:
     """Return the best ratio of expected hits to expected ticks in memory, by age bucket. Shape [n, ages + 1].
 
-    Suppose that a chunk stays in memory until its next read, but at most until it reaches some age. The cost is the
+    Suppose that a chunk stays in memory until its next read, but at most until it reaches the age A. The cost is the
     time in memory. The gain is one hit if the chunk is read in this time. The result is the best ratio of gain to cost
-    over all such ages.
+    over all A.
 
     Source: the Gittins index; also the hit density of EHC and LHD (Beckmann, Chen and Cidon, NSDI 2018).
     """

@@ -18,8 +18,8 @@ RESCORE_SHARE, but at least RESCORE_LEAST."""
 class EvictionOrder:
     """The rows of a cache in the order in which a policy evicts them: one heap per queue.
 
-    A heap entry holds the score that its row had when the entry was pushed. When an entry is popped and its row was
-    read meanwhile, the row is pushed again with a new score. So the order is exact if only reads change scores, and if
+    A heap entry holds the score that its row had when the entry was pushed. If the row of a popped entry was read
+    meanwhile, the row is pushed again with a new score. So the order is exact if only reads change scores, and if
     a read never lowers a score. If scores change with time, the order is that of the last scoring of all rows.
     """
 
@@ -121,7 +121,7 @@ class EvictionOrder:
                 heapq.heappush(self._heaps[self._queue[row]], (score, -depth, row, self._stamps))
 
     def _rescore(self, now: int, count: int) -> None:
-        """Score all evictable rows, and fill the heaps again. A single heap gets only the `count` lowest rows."""
+        """Score all evictable rows, and fill the heaps again. An only heap gets just the `count` lowest rows."""
         rows = np.flatnonzero(self._here).astype(np.int32)
         self._until_rescore = max(RESCORE_LEAST, len(rows) // RESCORE_SHARE)
         if self._policy.leaf_first:
