@@ -37,7 +37,7 @@ class S3FIFO(Policy):
         self._counted = np.zeros(0, np.uint32)  # by row: reads that have already given a second chance
         self._ghosts = Ghosts()
         self._held = 0
-        self._full = False  # set by the first eviction; until then, new chunks may fill the main queue
+        self._full = False  # set by the first eviction; until then, chunks beyond queue 0's share go to queue 1
         self._last = 0
 
     def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.int64]:

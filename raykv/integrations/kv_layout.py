@@ -24,7 +24,7 @@ MAX_RUNS_PER_LAYER: Final = 64
 """A layout is refused if it cuts a block of one layer into more runs than this."""
 MAX_STAGED_CHUNKS: Final = 32
 MAX_STAGED_NBYTES: Final = 256 << 20
-"""Limits of one batch that passes through pinned host memory. A batch has at least one chunk, even a larger one."""
+"""Limits of one batch that passes through pinned host memory. A chunk that exceeds them is a batch of its own."""
 
 
 def runs_of(name: str, cache: "torch.Tensor", num_blocks: int) -> "list[torch.Tensor]":
@@ -34,7 +34,7 @@ def runs_of(name: str, cache: "torch.Tensor", num_blocks: int) -> "list[torch.Te
         cache: Shape [num_blocks * k, ...]. The kernel may divide each block into k smaller ones.
 
     Returns:
-        One view per run, with shape [num_blocks, bytes of the run] and type uint8, sorted by address.
+        Views of type uint8 and shape [num_blocks, bytes of the run], one per run, sorted by address.
 
     Raises:
         ConfigError: The layout is not supported.
@@ -82,10 +82,10 @@ def merged(runs: "Sequence[torch.Tensor]") -> "list[torch.Tensor]":
 
 
 def stacked(runs: "Sequence[torch.Tensor]") -> "list[torch.Tensor]":
-    """Join runs of equal length at equal distances in memory.
+    """Join successive runs that have the same length and lie at equal distances in memory.
 
     Returns:
-        Views of shape [num_blocks, joined runs, bytes of a run].
+        Views of shape [num_blocks, number of joined runs, bytes of a run].
     """
     views: list[torch.Tensor] = []
     for run in runs:
@@ -101,7 +101,7 @@ def stacked(runs: "Sequence[torch.Tensor]") -> "list[torch.Tensor]":
 
 
 def part_of(name: str, cache: "torch.Tensor", part: tuple[int, int]) -> "torch.Tensor":
-    """Return one of several equal parts of the KV heads of a layer.
+    """Divide a layer's KV heads into equal parts and return one part.
 
     Args:
         cache: Shape [blocks, heads, tokens, content].
@@ -125,7 +125,7 @@ def part_of(name: str, cache: "torch.Tensor", part: tuple[int, int]) -> "torch.T
 def describe(cache: "torch.Tensor") -> str:
     """Describe one layer's blocks: shape, order of the axes in memory, element type.
 
-    A view of a part of a tensor has the same description as a separate tensor with the bytes of this part.
+    A view of a part of a tensor gets the description of a tensor that has only this part.
     """
     order = sorted(range(1, cache.dim()), key=lambda axis: (-cache.stride(axis), axis))
     strides = {axis: math.prod(cache.shape[inner] for inner in order[place + 1 :]) for place, axis in enumerate(order)}
@@ -166,11 +166,11 @@ class Layout:
         return None
 
     def read(self, chunks: Sequence[Sequence[int]], fence: Any = None) -> list[list[memoryview]]:
-        """Return views of host memory with the bytes of chunks. They are valid until the next call of `read`.
+        """Return the bytes of chunks as views of host memory, which are valid until the next call of `read`.
 
         Args:
             chunks: The blocks of each chunk.
-            fence: The result of `fence()`, called after the kernels that compute the chunks were queued. None: no wait.
+            fence: A marker that `fence` returned after the kernels that compute the chunks were queued. None: no wait.
         """
         return [[array[block].data for block in blocks for array in self._arrays] for blocks in chunks]
 
@@ -263,9 +263,9 @@ def layout_of(
     """Make the layout for the device of these caches.
 
     Args:
-        caches: The tensor of each layer, or its tensors (a state-space layer has several).
-        part: (Number of the part, number of parts). The layout covers only this one of several equal parts of the heads
-            of each layer. Its bytes and description are those of a cache that has only these heads.
+        caches: The tensor or tensors of each layer. A state-space layer has several.
+        part: (Number of the part, number of parts). The heads of each layer are divided into equal parts. The layout is
+            that of a cache which has only the heads of this part.
 
     Raises:
         ConfigError: The layout or the device is not supported.

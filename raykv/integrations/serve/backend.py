@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CONNECTOR: Final = "RayKVConnector"
 FIND_NODE_S: Final = 60.0
-"""`setup` waits at most this long for the raykv node, which starts a few seconds after its Ray node has joined."""
+"""`setup` waits at most this long for the raykv node, which starts a few seconds after its Ray node."""
 POLL_S: Final = 0.5
 
 

@@ -32,7 +32,7 @@ ENGINE_DEAD: Final = str(EngineDeadError())
 
 
 class ResumingIngress(OpenAiIngress):
-    """Ray Serve's OpenAI server. When a worker dies, it sends the worker's requests again."""
+    """Ray Serve's OpenAI server, which here sends the requests of a dead worker again."""
 
     async def _get_response(
         self, *, body: Any, call_method: str, raw_request: Request | None = None
@@ -84,6 +84,6 @@ def _repeatable(body: Any) -> bool:
 def _failure(message: str) -> str:
     """Make an error event, which OpenAI's client raises as an APIError.
 
-    Without this event, the client would accept a cut answer as a whole one.
+    Without this event, the client would take a cut answer for a complete one.
     """
     return f"{PREFIX}{json.dumps({'error': {'message': message, 'type': 'WorkerLost', 'code': 503}})}\n\n"

@@ -59,7 +59,7 @@ class Resumption:
         if left[:common] != text[:common] or (choice.get("finish_reason") and len(text) < len(left)):
             raise AnswerDiffers
         self._left[index] = left[common:]
-        # Token ids are sent only on request. An event may have ids without text: a token may be a part of a character.
+        # Token ids are sent only on request. An event may have ids but no text, if a token is a part of a character.
         if tokens:
             choice["token_ids"] = tokens[self._tokens_left[index] :]
             self._tokens_left[index] = max(0, self._tokens_left[index] - len(tokens))

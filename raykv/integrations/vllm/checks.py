@@ -36,7 +36,7 @@ def check_engine(vllm_config: "VllmConfig") -> None:
     """
     parallel = vllm_config.parallel_config
     # MultiConnector gives each of its connectors a configuration of its own, but vLLM obeys the policy of
-    # MultiConnector's configuration. That is the current configuration while vLLM makes a worker's connector.
+    # MultiConnector's configuration. This configuration is the current one while vLLM makes a worker's connector.
     for config in (vllm_config, get_current_vllm_config_or_none() or vllm_config):
         transfer = config.kv_transfer_config
         if transfer is not None and transfer.kv_load_failure_policy != "recompute":
@@ -80,7 +80,7 @@ def check_handshakes(handshakes: Collection[object]) -> list[WorkerNamespaces]:
     """Return the handshakes that come from workers of this connector.
 
     Raises:
-        ConfigError: No handshake comes from them. The message names the field and the remedy.
+        ConfigError: There is no such handshake. The message names the field and the remedy.
     """
     names = {type(each).__name__ for each in handshakes}
     workers = [each for each in handshakes if isinstance(each, WorkerNamespaces)]

@@ -12,8 +12,8 @@ class ConnectorConfig(Model):
     """The fields of `kv_connector_extra_config`.
 
     Attributes:
-        address: The raykv node to use: "unix:/path" on this host, "host:port" elsewhere. None: the environment variable
-            RAYKV_ADDRESS. If that is not set, the node that Ray started on this host.
+        address: The raykv node to use: "unix:/path" on this host, "host:port" elsewhere. None: the value of the
+            environment variable RAYKV_ADDRESS. If the variable is not set: the node that Ray started on this host.
         chunk_blocks: Number of the engine's blocks in one chunk.
         store_decode: Whether to store chunks that fill up during decoding. Chunks of prompts are always stored.
         lookup_timeout_s: A lookup that takes longer counts as a miss. Only the request waits, not the engine.
@@ -21,12 +21,12 @@ class ConnectorConfig(Model):
             prefix. The estimates use measured rates of the engine and of the loads. "always": load every stored prefix.
         load_timeout_s: Chunks that arrive later than this are recomputed. Only the request waits, not the engine.
         store_timeout_s: The saves of a step wait at most this long for slots in the node's memory. Chunks that get no
-            slot are not stored. Before vLLM reuses blocks of a queued save, it waits at most this long for the save to
-            begin. If the node is on another host, set several seconds, because saves then cross the network.
+            slot are not stored. Before vLLM reuses blocks of a queued save, vLLM waits at most this long for the save
+            to begin. If the node is on another host, set several seconds, because saves then cross the network.
         load_threads: At most this many loads run at once. Other loads wait in a queue. `load_timeout_s` includes this
             wait.
-        revision: Text that identifies the weights. None: a digest of the local files identifies them, or the commit of
-            a model from the hub.
+        revision: Text that identifies the weights. None: the commit of a model from the hub, or a digest of a local
+            model's files.
         store_tp_size: Number of tensor ranks under which KV is stored. Engines of different tensor_parallel_size share
             KV if each sets this field to the largest of their sizes. It must be a multiple of every size. None: this
             engine's tensor_parallel_size.

@@ -3,8 +3,8 @@
 Each hook is timed and calls `SchedulerSide` or `WorkerSide`. A `RayKVError` counts as a miss. Other exceptions are
 defects and are not caught.
 
-If a load fails and the model has one KV cache group of full attention, vLLM recomputes only the missing blocks. With
-other groups it recomputes the whole request.
+After a failed load, vLLM recomputes only the missing blocks if the model's only KV cache group has full attention.
+Otherwise vLLM recomputes the whole request.
 """
 
 import time
@@ -207,7 +207,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         return self.scheduler_side.take_events()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether an idle engine must make steps, because the workers report stored chunks only in a step."""
+        """Return whether an idle engine must make a step in which the workers report their stored chunks."""
         events = self.scheduler_side.events
         return events is not None and events.is_waiting
 
@@ -268,7 +268,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         return self._worker_namespaces
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Wait for saves of blocks that this step may overwrite. Request slots for its saves, and start its loads.
+        """Wait for saves of blocks that this step may overwrite. Request slots for the step's saves, start its loads.
 
         vLLM calls this hook first in a step, before any computation.
         """
@@ -347,7 +347,7 @@ def _connect_writer(config: ConnectorConfig, ranks: Sequence[RankCache]) -> rayk
 
 
 def state_revision(worker: Any, revision: str) -> None:
-    """State the revision of the weights since the last reset. Example: `llm.collective_rpc(state_revision, ...)`.
+    """State which revision the weights have since the last reset. Example: `llm.collective_rpc(state_revision, ...)`.
 
     From one of the next steps on, the engine shares chunks with all engines that have stated this revision, at run time
     or as `revision` in kv_connector_extra_config. Without a reset before it, the call has no effect.

@@ -13,7 +13,7 @@ from raykv.types import NodeId
 
 
 class LoadDecision:
-    """Decides for one engine, from the costs that were measured."""
+    """Makes the decisions of one engine from the times that it has measured."""
 
     def __init__(self, load_policy: str, groups: Groups, chunk_nbytes: Mapping[int, int]) -> None:
         """Start without measurements.
@@ -27,7 +27,7 @@ class LoadDecision:
         self._costs = Costs()
 
     def is_load_sooner(self, lookup: Lookup, queued_tokens: int) -> bool:
-        """Return whether to load a hit: always, or if that is expected to end sooner than its computation.
+        """Return whether the policy is "always", or the load of a hit is expected to end sooner than its computation.
 
         Args:
             queued_tokens: Number of tokens that the engine computes before this request.
@@ -39,7 +39,7 @@ class LoadDecision:
         )
 
     def probe(self, tracked: Tracked, lookup: Lookup) -> list[Load]:
-        """Return a load that probes the path to the holder of a hit. The list is empty if no probe is due."""
+        """Return a list of one load, which probes the path to the holder of a hit. Empty if no probe is due."""
         held, now_s = lookup.found.held, time.monotonic()
         holder, _ = self._source(lookup.found)
         if not self._costs.is_probe_due(holder, now_s):
@@ -61,7 +61,7 @@ class LoadDecision:
         return [load]
 
     def begin(self, load: Load, lookup: Lookup) -> None:
-        """Record the order of a load."""
+        """Record that a load is ordered now."""
         self._costs.begin_load(load.request_id, *self._source(lookup.found), time.monotonic())
 
     def add_step(self, tokens: int) -> None:
@@ -69,7 +69,7 @@ class LoadDecision:
         self._costs.add_step(tokens, time.monotonic())
 
     def add_report(self, report: WorkerReport) -> None:
-        """Record the ended loads and probes. Their times are converted from the worker's clock to this one."""
+        """Record the ended loads and probes. Their times are converted from the worker's clock to the scheduler's."""
         lag_s = time.monotonic() - report.now_s
         for request_id, ended in report.loads.items():
             self._costs.end_load(request_id, ended.shifted(lag_s))

@@ -1,4 +1,4 @@
-"""Weight epochs: KV of weights that an engine no longer has is never reused.
+"""Weight epochs: an engine never reuses KV of weights that it no longer has.
 
 An epoch is a text that replaces the revision in the namespaces of all ranks. The `Scope` of each load and save contains
 the epoch. At first the epoch is empty, and the namespaces keep the revision with which the engine started.
@@ -31,8 +31,8 @@ DROP_TIMEOUT_S: Final = 1.0
 """An attempt to drop an epoch waits at most this long for earlier commits, and then at most this long for the nodes."""
 RETRY_S: Final = 10.0
 MAX_PENDING_DROPS: Final = 64
-"""At most this many namespaces of ended epochs wait for a node that answers. Beyond that, the chunks of the oldest one
-are left to eviction."""
+"""At most this many namespaces of ended epochs wait for a node to answer. Beyond that, the chunks of the oldest
+namespace are left to eviction."""
 _PRIVATE: Final = "private:"
 
 
@@ -42,7 +42,7 @@ def is_private(epoch: str) -> bool:
 
 
 def stated(revision: str) -> str:
-    """Return the revision for a namespace from the text with which the user identifies the weights."""
+    """Make a namespace's revision from the text that a user stated."""
     return f"stated:{revision}"
 
 
@@ -76,7 +76,7 @@ class Epochs:
     """The epochs of one engine, on the scheduler's side.
 
     Attributes:
-        current: Epoch of all new loads and saves. Empty: the revision with which the engine started.
+        current: Epoch of all new loads and saves. Empty: they use the revision with which the engine started.
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,8 @@ class Epochs:
     def accept(self, statements: Sequence[Statement]) -> bool:
         """End the private epoch if a statement is newer than the last reset. Return whether the epoch has changed.
 
-        A statement arrives with the output of a later step, so a reset may come first. A statement from before the
-        reset is ignored, because it describes the old weights.
+        A statement arrives with the output of a later step. If there was a reset after the statement was made, the
+        statement is ignored, because it describes the old weights.
         """
         here = [each for each in statements if each.host == self._host]
         if statements and not here:
@@ -120,7 +120,7 @@ class EpochDropper:
         self._pending: dict[bytes, Client] = {}
 
     def drop(self, client: "Client") -> None:
-        """Drop the chunks of this client's namespace, of all salts and adapters.
+        """Drop the chunks of all salts and adapters in this client's namespace.
 
         The namespace belongs to an epoch that has ended, so nothing new is stored in it. This call returns at once. If
         no node answers, the drop is tried again every RETRY_S seconds.

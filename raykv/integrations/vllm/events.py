@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from raykv import Client
 
 MAX_PENDING_SAVES: Final = 1024
-"""At most this many saves wait for reports. Beyond that, the oldest event is dropped."""
+"""At most this many saves wait for reports. Beyond that, the oldest save gets no event."""
 REPORT_WAIT_S: Final = 1.0
 """An idle engine makes steps until the reports of its last saves have arrived, but not longer than this."""
 
@@ -72,11 +72,11 @@ class Reporter:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the node has not yet answered for some chunks."""
+        """Whether some chunks still wait for the node's answer."""
         return bool(self._puts)
 
     def watch(self, saves: Sequence[Save], future: Future[Any]) -> None:
-        """Report that no chunk is stored if the save is cancelled."""
+        """If `future` is cancelled, report that no chunk of these saves is stored."""
         future.add_done_callback(lambda done: self.skip(saves) if done.cancelled() else None)
 
     def skip(self, saves: Sequence[Save]) -> None:
@@ -87,12 +87,12 @@ class Reporter:
         self._puts.setdefault(number, []).append(_Put(keys, depth, is_stored))
 
     def settle(self, client: "Client", saves: Sequence[Save], *, is_answered: bool) -> None:
-        """Report saves in order, up to the first for which the node has not answered.
+        """Report saves in order. Stop before the first save for which the node has not answered.
 
         Args:
             saves: The saves that have just ended.
             is_answered: Whether the node has answered for all chunks so far. If so, a lookup in this host's memory
-                shows which chunks it has stored.
+                shows which chunks the node has stored.
         """
         for save in saves:
             self._puts.setdefault(save.number, [])
@@ -115,7 +115,7 @@ def _stored(client: "Client", put: _Put) -> Iterator[int]:
 
 @dataclass(slots=True)
 class _Pending:
-    """A save whose reports have not all arrived. `event` covers all its chunks."""
+    """A save whose reports have not all arrived. `event` covers all chunks of the save."""
 
     save: Save
     event: BlockStored
@@ -170,9 +170,10 @@ class StoredEvents:
                 self._pending[number].stored += stored
 
     def take(self, *, is_local: bool) -> Iterator[BlockStored | BlockRemoved]:
-        """Yield the events of removed chunks, then those of saves that all ranks have reported, in the order of saves.
+        """Yield the events of removed chunks, then the events of saves in order.
 
-        Removals come first, because one of these saves may have stored a removed chunk again.
+        Stops before the first save that some rank has not reported. Removals come first, because a save may have stored
+        a removed chunk again.
 
         Args:
             is_local: Whether the chunks are stored on this host.

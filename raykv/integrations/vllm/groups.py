@@ -111,7 +111,7 @@ class Groups:
         return self._coordinator is not None and self._coordinator.enable_partial_hash_hits
 
     def has_chunk(self, group: Group, hashes: Hashes, computed: int) -> bool:
-        """Return whether a chunk of the group ends after token `computed` and has all its hashes."""
+        """Return whether the hashes reach the end of a chunk of the group that ends after token `computed`."""
         size = self.hash_tokens if self.has_fine_hits else group.chunk_tokens
         return len(hashes) * self.hash_tokens >= (computed // size + 1) * size
 
@@ -120,7 +120,7 @@ class Groups:
         return bytes(hashes[end // self.hash_tokens - 1]) + group.suffix
 
     def ends(self, group: Group, hashes: Hashes, start: int, stop: int) -> list[int]:
-        """Return the ends of the hashed chunks that end after token `start`, up to token `stop`."""
+        """Return where the group's hashed chunks end, after token `start` and up to token `stop`."""
         stop = min(stop, len(hashes) * self.hash_tokens)
         first = start // group.chunk_tokens + 1
         return [number * group.chunk_tokens for number in range(first, stop // group.chunk_tokens + 1)]
@@ -168,7 +168,7 @@ class Groups:
         )
         tokens = min(ends[-1], limit) // group.block_tokens * group.block_tokens if ends else 0
         if self._coordinator is not None and group.index in self._coordinator.eagle_group_ids:
-            tokens -= group.block_tokens  # with EAGLE, vLLM's coordinator too computes the last block again
+            tokens -= group.block_tokens  # with EAGLE, the last block is computed again, as in vLLM's coordinator
         if tokens <= computed:
             return NO_HIT
         return Hit(tokens, {group.index: ends[: -(-tokens // group.chunk_tokens) - computed // group.chunk_tokens]})
@@ -222,7 +222,7 @@ class _StoredBlocks:
 
 
 def spec_of(spec: "KVCacheSpec") -> "KVCacheSpec":
-    """Return the specification of the first layer of a group. All its layers are of the same kind."""
+    """Return the specification of a group's first layer. All layers of a group are of the same kind."""
     return layer_specs(spec)[0]
 
 

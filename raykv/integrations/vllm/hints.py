@@ -3,8 +3,8 @@
 Hints come with requests, so they are untrusted. A wrong hint is ignored, and the request goes on without it. No hint
 lasts longer than `max_hint_s`.
 
-A request does no harm to chunks that other requests stored. For those, its hints can only prolong the time to live and
-raise the priority. A short time to live or a low priority applies only to chunks that the request itself stores.
+A request does no harm to chunks that other requests stored: its hints can only prolong their time to live and raise
+their priority. A short time to live or a low priority applies only to chunks that the request itself stores.
 
 When a session ends, its chunks are marked for early eviction, except those that other sessions of this engine use. The
 next read of a chunk removes its mark.
@@ -95,8 +95,8 @@ class RequestHints:
     Attributes:
         session: Id of the request's session. Empty: the request names no session.
         ttl_s: Time to live of the chunks that the request stores. 0: the namespace's config decides.
-        priority: Priority of the chunks that the request stores. It is above 0 only together with `ttl_s`, so that it
-            ends.
+        priority: Priority of the chunks that the request stores. A priority above 0 comes only with `ttl_s`, which ends
+            it.
         retention: (Seconds, priority): after the request has ended, all its chunks are retained for this time, with at
             least this priority. None: they are not retained.
         ends: Whether the session ends with the request.
@@ -186,7 +186,7 @@ class _Reader:
             retention = None
         elif retention is not None:
             ttl_s = ttl_s and max(ttl_s, retention[0])
-        elif ttl_s:  # for chunks of other requests too; the lowest priority leaves theirs unchanged
+        elif ttl_s:  # also prolongs chunks of other requests; the lowest priority leaves theirs unchanged
             retention = (ttl_s, -HIGHEST_PRIORITY)
         ended = frozenset(self._ended)
         hints = RequestHints(self._session, ttl_s, priority, retention, self._ends, ended, self._store_decode)

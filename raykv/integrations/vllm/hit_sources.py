@@ -1,4 +1,4 @@
-"""Tells vLLM where the tokens of a hit come from: this host's memory, another node's memory, or an SSD or file."""
+"""Tells vLLM where the tokens of a hit come from: memory of this host, memory of another node, an SSD or a file."""
 
 from bisect import bisect_left
 from collections import Counter

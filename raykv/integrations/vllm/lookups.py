@@ -29,8 +29,8 @@ IDLE_WAIT_S: Final = 0.001
 """A step without computation waits at most this long for a lookup. Without this wait the engine's thread would spin and
 hold the GIL, which the lookup needs."""
 HAND_OFF_WAIT_S: Final = 0.003
-"""`tickets` waits at most this long until the nodes have committed the last chunks of a prompt. The decode engine looks
-up what a ticket does not name."""
+"""`tickets` waits at most this long for the nodes to commit the last chunks of a prompt. The decode engine looks up the
+chunks that a ticket does not name."""
 COMMIT_POLL_S: Final = 0.0005
 """While `tickets` waits, it looks into this host's memory at this interval."""
 
@@ -84,7 +84,7 @@ class Lookups:
         self._threads.shutdown(cancel_futures=True)
 
     def clients(self, scope: Scope) -> dict[Rank, "Client"]:
-        """Return one client for each entry of the namespaces; empty while no node is connected."""
+        """Return one client for each namespace; empty while no node is connected."""
         found = {rank: self._connection.client(namespace, scope) for rank, namespace in self._namespaces.items()}
         return {rank: client for rank, client in found.items() if client is not None}
 
@@ -110,12 +110,12 @@ class Lookups:
         return done
 
     def is_longest(self, found: Found, prompt: Prompt) -> bool:
-        """Return whether a hit is as long as if all chunks were stored."""
+        """Return whether a hit would not be longer if all chunks were stored."""
         everything = {group.index: _Everything() for group in self._groups.each}
         return found.hit.tokens >= self._groups.longest(*prompt, everything).tokens
 
     def await_any(self, lookups: Sequence[Future[Found]]) -> None:
-        """Wait up to IDLE_WAIT_S for the next of these lookups to end."""
+        """Wait until one of these lookups has ended, but at most IDLE_WAIT_S."""
         wait(lookups, IDLE_WAIT_S, FIRST_COMPLETED)
 
     def redeem(self, scope: Scope, prompt: Prompt, tickets: Any) -> Found:
@@ -147,7 +147,7 @@ class Lookups:
         """Make the tickets for a prompt of this many tokens, one for each namespace.
 
         Waits at most HAND_OFF_WAIT_S until the chunks that the engine has computed are committed. Chunks of workers on
-        this host appear in this host's memory. Workers on other hosts store chunks there, so a thread asks the owners.
+        this host appear in this host's memory. Chunks of workers on other hosts do not, so a thread asks their owners.
 
         Args:
             found: The results of earlier lookups for this prompt. They name the holders of chunks on other nodes.
@@ -185,8 +185,8 @@ class Lookups:
         """Return the chunks that may be stored between these tokens.
 
         Args:
-            is_rest: Leave out the chunks up to `stop` of groups that need whole prefixes, because they were looked up
-                before. Add chunks after `stop` in which a hit may end.
+            is_rest: Groups that need whole prefixes were looked up before, so leave out their chunks up to `stop`. Add
+                the chunks after `stop` in which a hit may end.
         """
         groups, places = self._groups, []
         for group in groups.each:
@@ -203,7 +203,7 @@ class Lookups:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _record(self, clients: Mapping[Rank, "Client"], prompt: Prompt) -> None:
-        """Add a request to the trace whose chunks were all found in this host's memory."""
+        """Add to the trace a request whose chunks were all found in this host's memory."""
         client = next(iter(clients.values()))
         group = self._groups.each[0]
         ends = self._groups.ends(group, prompt.hashes, prompt.computed, prompt.limit)
@@ -236,11 +236,11 @@ class Lookups:
         prompt: Prompt,
         ask: "Callable[[Client, list[bytes], bool], Sequence[Holder | None]]",
     ) -> Found:
-        """Look up the chunks of groups that need whole prefixes, then those of the other groups within that prefix.
+        """Look up the groups that need whole prefixes. Within the prefix that was found, look up the other groups.
 
         Args:
-            ask: Returns the holders of chunks by name. If its last argument is True, only the chunks before the first
-                missing one count, so the result may end there.
+            ask: Returns the holders of the named chunks. If its last argument is True, only the chunks before the first
+                missing chunk count, so the result may end at the missing chunk.
         """
         groups, hashes = self._groups, prompt.hashes
         held: dict[Rank, Held] = {rank: {} for rank in clients}
@@ -267,7 +267,7 @@ class Lookups:
         return Found(self._longest(prompt, held), held) if held else NOTHING
 
     def _longest(self, prompt: Prompt, held: Mapping[Rank, Held], more: Iterable[tuple[int, int]] = ()) -> Hit:
-        """Find the longest hit among the chunks that are held for every rank, and `more` chunks."""
+        """Find the longest hit among the chunks in `more` and those that are held for every rank."""
         stored: dict[int, set[int]] = {group.index: set() for group in self._groups.each}
         of_all = set.intersection(*(set(each) for each in held.values())) if held else set()
         for index, end in of_all.union(more):

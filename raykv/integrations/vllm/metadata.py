@@ -44,8 +44,8 @@ class LoadedChunks:
     Attributes:
         group: Index of the group.
         names: Names of the chunks.
-        blocks: Block ids of each chunk, in order. None: the engine has this block already, or does not need it. The
-            load must not write it, because other requests may read it.
+        blocks: Block ids of each chunk, in order. None: a block that the engine has already or does not need. The load
+            must not write this block, because other requests may read it.
         holders: For each rank, the node from which to read each chunk.
     """
 
@@ -75,7 +75,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """An order to store consecutive chunks of one request and group. They are complete at the end of this step.
+    """An order to store consecutive chunks of one request and group. The chunks are complete at the end of this step.
 
     Attributes:
         group: Index of the KV cache group.
@@ -107,7 +107,8 @@ class StepOrders(KVConnectorMetadata):
     Attributes:
         loads: Loads to start.
         saves: Saves to begin after the step's forward pass.
-        reused: Ids of blocks of earlier saves that vLLM has given to other requests. This step may overwrite them.
+        reused: Ids of blocks that were in earlier saves, and that vLLM has given to other requests. This step may
+            overwrite these blocks.
         computes: Whether the step computes anything. Otherwise it is an idle step, which the engine runs while loads
             are in flight.
         epoch: The current epoch: see `epochs`. None: unknown, because the orders of this step were lost.
@@ -152,8 +153,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     Attributes:
         now_s: Time of the report by the worker's clock.
         loads: The loads and probes that have ended, by request id, with times of the worker's clock.
-        stored: Maps the `Save.number` of each ended save to its stored chunks: for each rank, the set of their depths
-            (see `Save.depth`).
+        stored: Maps the `Save.number` of each ended save to a list with one set for each rank. The set contains the
+            depths (see `Save.depth`) of the chunks that are stored.
         stated: Calls of `state_revision` since the last report.
     """
 
@@ -163,7 +164,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     stated: list[Statement] = field(default_factory=list)
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "WorkerReport":
-        """Combine the reports of two workers. If both report a load, the longer time counts."""
+        """Combine the reports of two workers. If both report the same load, the longer time counts."""
         assert isinstance(other, WorkerReport)
         self.stated += other.stated
         lag_s = self.now_s - other.now_s

@@ -43,7 +43,7 @@ def namespace_of(
         rank: The rank under which the chunks are stored.
         tensor_ranks: Number of tensor ranks under which the engine stores chunks. Engines of different tensor parallel
             sizes can share chunks if this number is equal.
-        block_tokens: Number of tokens in a block of each group.
+        block_tokens: For each group, the number of tokens in a block.
         layout, attention: Descriptions of all groups, from `Layout.description` and `attention_of`.
 
     Raises:
@@ -105,12 +105,12 @@ def _weights_of(model: Any, load: Any, config: ConnectorConfig) -> str:
 
 
 def _has_drafter(vllm_config: "VllmConfig") -> bool:
-    """Return whether the KV cache holds the layers of a drafter too."""
+    """Return whether the KV cache holds the layers of a drafter in addition to those of the model."""
     return vllm_config.speculative_config is not None and vllm_config.num_lookahead_tokens > 0
 
 
 def drafter(vllm_config: "VllmConfig") -> dict[str, str]:
-    """Describe the drafter of speculative decoding, if the KV cache holds its layers too."""
+    """Describe the drafter of speculative decoding; empty if the KV cache does not hold the drafter's layers."""
     if not _has_drafter(vllm_config):
         return {}
     speculative = vllm_config.speculative_config
@@ -187,7 +187,7 @@ class Scopes:
             now = () if path is None else signature(path)
             if seen == now:
                 return scope
-            # If the files have changed or are not here, only this process uses the chunks.
+            # If the files have changed or are not on this host, only this process uses the adapter's chunks.
             scope = private if seen or not now or path is None else f"{name}:{content_digest(path)}"
         except (OSError, RuntimeError):  # RuntimeError: "~" of an unknown user
             return private

@@ -40,7 +40,7 @@ class RankCache:
 
 
 class _Run(NamedTuple):
-    """Chunks of the save `number` to store. `depth` chunks precede them; the last of these has the key `parent`."""
+    """The chunks to store for save `number`. `depth` chunks precede them; `parent` is the key of the chunk before."""
 
     keys: KeyArray
     blocks: Sequence[Sequence[int]]
@@ -101,7 +101,7 @@ class RankStore:
         return next(iter(self.cache.layouts.values())).fence()
 
     def prepare(self, chunks: Mapping[int, int], scope: Scope, timeout_s: float) -> None:
-        """Request slots for this number of chunks of each KV cache group, unless the client has enough."""
+        """Request slots unless the client has enough. `chunks`: number of chunks, by index of the KV cache group."""
         client = self.client(scope)
         for group, count in chunks.items():
             if client is not None:
@@ -155,8 +155,8 @@ class RankStore:
     def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
         """Return the chunks to store.
 
-        A `cached` save is looked up first. Its leading chunks that nodes hold are left out. If the lookup does not end
-        before the deadline, all chunks are left out.
+        A `cached` save is looked up first, and its leading chunks are left out if nodes hold them. If the lookup does
+        not end before the deadline, all chunks are left out.
         """
         client = self.client(save.scope)
         assert client is not None, "clients of all scopes are made from one"

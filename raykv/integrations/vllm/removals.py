@@ -3,9 +3,9 @@
 Nodes do not report to engines what they evict. So each engine looks up its published chunks again. A thread checks some
 of the chunks at a time:
 
-1. The thread asks the owners of the chunk's keys; there is one key for each rank. The chunk is missing if an owner
-   answers that no node holds it. It is not missing if it has moved to SSD or to another node, or if an owner does not
-   answer.
+1. The thread asks the owners of a chunk's keys; there is one key for each rank. The chunk is missing if an owner says
+   that no node holds it. A chunk that has moved to SSD or to another node is not missing. An owner that does not answer
+   is ignored.
 2. A chunk that is missing in two checks in a row is gone. One check is not enough, because an owner may learn late of a
    move.
 3. The next step of the engine publishes the removal, unless the chunk was published again in the meantime.
@@ -65,7 +65,7 @@ class Removals:
         self._gone: dict[bytes, _Published] = {}
         self._named: Counter[ExternalBlockHash] = Counter()
         """Maps a block hash to the number of chunks with this block. Only chunks of several blocks are counted, because
-        two of them may begin with the same blocks."""
+        two such chunks may begin with the same blocks."""
         self._unchecked: deque[bytes] = deque()
         self._missing: dict[bytes, _Published] = {}
         self._closed = threading.Event()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 LOOKUP_AGE_S: Final = 1.0
-"""The result of a lookup is used for this long, because vLLM asks for it in every step while the request waits."""
+"""The result of a lookup is reused for this long, because vLLM asks for it in every step while the request waits."""
 MAX_REPORTS: Final = 1024
 """At most this many reports of finished requests wait to be sent. Further reports are dropped. Then the eviction
 policies know less, and predict worse which chunks will be read again."""
@@ -99,7 +99,7 @@ class SchedulerSide:
     # -- a request's life, in vLLM's order ------------------------------------------------------------------------
 
     def add(self, request: "Request") -> str:
-        """Begin to track a request. Return why its first wrong hint is ignored, or ""."""
+        """Begin to track a request. Return why its first wrong hint is ignored, or "" if no hint is wrong."""
         parsed = parse(request, self._config.max_hint_s)
         for outcome, hints in (("used", parsed.used), ("ignored", len(parsed.ignored))):
             if hints:
@@ -111,7 +111,7 @@ class SchedulerSide:
         """Return how many tokens beyond `computed` to load. vLLM may call this again for the same request.
 
         None means that the owners of the chunks have not answered yet, so the scheduler must ask again. The last token
-        is never loaded, because the engine samples the next token from the output for the last one.
+        is never loaded, because the engine must compute it to sample the next one.
         """
         tracked, limit = self.requests.current(request), request.num_tokens - 1
         tracked.mixed |= self._has_old_blocks and computed > 0
@@ -137,7 +137,7 @@ class SchedulerSide:
         return max(0, lookup.found.hit.tokens - computed)
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
-        """Order a load of `tokens` tokens. `blocks`: all blocks of the request, with those already filled."""
+        """Order a load of `tokens` tokens. `blocks`: all blocks of the request, also the filled ones."""
         tracked = self.requests.current(request)
         if not tokens:
             return
@@ -349,7 +349,7 @@ class SchedulerSide:
             if full <= offered:
                 continue
             tracked.offered[group.index] = full
-            # The prefill engine has just looked up the chunks of its ticket, so this engine need not save them.
+            # A request with a ticket saves no cached chunks, because the prefill engine has just looked them up.
             cached = range(offered, 0 if _tickets_of(request) else min(full, tracked.cached // group.chunk_tokens))
             first = max(offered, max(tracked.cached, tracked.loaded) // group.chunk_tokens)
             computed = range(first, 0 if group.handed_over else full)
@@ -362,7 +362,7 @@ class SchedulerSide:
     def _runs(
         self, tracked: Tracked, group: Group, chunks: range, ids: Sequence[int], *, cached: bool
     ) -> Iterable[Save]:
-        """Divide chunks into runs of storable chunks. Only groups that are not `whole` have others between the runs."""
+        """Divide chunks into runs of storable chunks. In a `whole` group every chunk is storable."""
         hashes, size, run = tracked.request.block_hashes, group.chunk_tokens, []
         for chunk in [*chunks, None]:
             blocks = [] if chunk is None else [ids[place] for place in group.blocks_of((chunk + 1) * size)]
@@ -382,7 +382,7 @@ class SchedulerSide:
         return save if self.events is None else self.events.add(tracked.request, save, end)
 
     def _is_storable(self, group: Group, block: int) -> bool:
-        """Return whether a later hit can need this block. Unless the group is `whole`, vLLM hashes only such blocks."""
+        """Return whether a later hit can need this block. vLLM hashes only such blocks, unless the group is `whole`."""
         if group.whole:
             return True
         return block != self._groups.null_block and self._pool is not None and bool(self._pool.blocks[block].block_hash)
@@ -393,7 +393,7 @@ class SchedulerSide:
         """Order saves of states that vLLM hands over, and of the blocks that a hit at the same token needs.
 
         Args:
-            states: (Index of the group, id of the block, number of tokens that the state covers).
+            states: For each state, (index of its group, id of its block, number of tokens that it covers).
         """
         hashes, saves = tracked.request.block_hashes, []
         for index, block, tokens in () if tracked.mixed else states:
@@ -415,7 +415,7 @@ class SchedulerSide:
     def save_last_states(
         self, request: "Request", tables: Sequence[Sequence[int]], states: Iterable[tuple[int, int, int]]
     ) -> None:
-        """Order saves of the states at the end of a finished request. The next step begins them."""
+        """Order saves of the states at the end of a finished request. These saves begin in the next step."""
         tracked = self.requests.get(request.request_id)
         if tracked is not None and self._may_store:
             saves = self._states(tracked, states, tables)
@@ -423,7 +423,7 @@ class SchedulerSide:
             self._last_saves += saves
 
     def _watch(self, saves: Iterable[Save]) -> None:
-        """Ask vLLM to call `_add_reused` when it reuses a block of these saves. vLLM may do so at any time."""
+        """Ask vLLM to call `_add_reused` when it reuses a block of these saves, which can happen at any time."""
         if self._pool is not None:
             blocks = [self._pool.blocks[block] for save in saves for chunk in save.blocks for block in chunk]
             self._pool.touch(blocks)

@@ -1,8 +1,8 @@
 """raykv below vLLM's own host memory: a secondary tier of vLLM's OffloadingConnector.
 
-vLLM copies KV from the GPU into a region of host memory, its primary tier. `RayKVTier` stores chunks from there, and
-loads chunks into it. A chunk is one row of that region. It holds some blocks of one KV cache group, for all ranks on
-this host.
+vLLM copies KV from the GPU into its primary tier, a region of host memory. `RayKVTier` stores chunks of this region in
+raykv, and loads chunks into it. A chunk is one row of the region, with some blocks of one KV cache group, for all ranks
+on this host.
 
 vLLM calls the tier on its scheduler's thread. Only `drain_jobs` and `shutdown` wait. Lookups, loads and stores run on
 other threads, and vLLM asks for their results in later steps.
@@ -117,7 +117,7 @@ class _Known:
 
     Attributes:
         holders: Maps each found chunk to a node that holds it.
-        chain: Maps (KV cache group, number of the chunk in the prompt) to the chunk, for all chunks of store jobs.
+        chain: All chunks of the request's store jobs, by (KV cache group, number of the chunk in the prompt).
     """
 
     holders: dict[OffloadKey, NodeId] = field(default_factory=dict)
@@ -239,7 +239,7 @@ class RayKVTier(SecondaryTierManager):
         """Cancel queued jobs, and wait for the running ones. Then begin to use a new, random salt.
 
         vLLM calls this when it resets its cache, for example after an update of the weights. The tier does not know the
-        new weights. So from now on it finds only what it stores after this call, and no other engine finds that.
+        new weights. So from now on it finds only the chunks that it stores after this call. No other engine finds them.
 
         The call must wait, because right after it vLLM gives the rows of running jobs to other chunks. It waits at most
         until the timeouts of these jobs.

@@ -1,4 +1,4 @@
-"""Remembers the chunks of recent sessions, to find those that nobody needs after a turn or the end of a session."""
+"""Remembers the chunks of recent sessions, to find chunks that nobody needs once a turn or a session has ended."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
@@ -27,9 +27,9 @@ class _Session:
 
     Attributes:
         chunks: Names of its chunks, in order of their first use.
-        shared: Describes the hashes of its last prompt, without the final hash: (their number, the last of them). A
-            prompt that continues the conversation begins with these hashes. The final hash is left out, because a chat
-            template may change its tokens.
+        shared: (Count, last) of the hashes of its last prompt, not counting the prompt's final hash, because a chat
+            template may change the tokens of that hash. A prompt that continues the conversation begins with the
+            counted hashes.
         generated: Names of the chunks that its last request generated.
     """
 
@@ -49,7 +49,7 @@ class Sessions:
     def __init__(self, most_chunks: int = MAX_SESSION_CHUNKS) -> None:
         self._most_chunks, self._count = most_chunks, 0
         self._sessions: OrderedDict[Hashable, _Session] = OrderedDict()
-        self._users: OrderedDict[bytes, Hashable] = OrderedDict()  # name -> its only session, or None
+        self._users: OrderedDict[bytes, Hashable] = OrderedDict()  # name -> its only session; None: several
 
     def add(self, session: Hashable, names: Iterable[bytes], turn: Turn) -> list[bytes]:
         """Remember the chunks of a request that has ended.

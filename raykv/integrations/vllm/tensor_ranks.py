@@ -29,8 +29,8 @@ class TensorRanks:
 
     Attributes:
         count: Number of these ranks.
-        per_worker: Number of these ranks whose KV heads a worker has.
-        replicas: Number of consecutive workers that have the same bytes, for example latents (MLA).
+        per_worker: Each worker has the KV heads of this many of these ranks.
+        replicas: This many consecutive workers have the same bytes, for example the same latents (MLA).
     """
 
     count: int
@@ -38,7 +38,7 @@ class TensorRanks:
     replicas: int = 1
 
     def of(self, worker: int) -> range:
-        """Return the ranks whose KV the worker with this tensor rank has."""
+        """Return the ranks whose KV a worker has. `worker`: its own tensor rank."""
         first = worker // self.replicas * self.per_worker
         return range(first, first + self.per_worker)
 
@@ -75,7 +75,7 @@ def tensor_ranks(vllm_config: "VllmConfig", cache: "KVCacheConfig", config: Conn
 
 
 def _check_layer(spec: "KVCacheSpec", size: int, config: ConnectorConfig) -> None:
-    """Refuse a layer whose KV cannot be divided by heads. Other layers have blocks [heads, tokens, content]."""
+    """Refuse a layer whose KV cannot be divided by heads. Accepted layers have blocks [heads, tokens, content]."""
     remedy = f"leave it out, or set it to tensor_parallel_size ({size}); then engines of this size share KV"
     if not isinstance(spec, AttentionSpec) or isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         raise _refusal(config, f"the KV of a layer is not divided by heads ({type(spec).__name__})", remedy)

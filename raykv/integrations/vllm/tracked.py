@@ -39,7 +39,7 @@ class Tracked:
         loaded: End of the loaded tokens, as a number of tokens. 0: nothing was loaded.
         offered: For each group, by index, the number of leading chunks that were considered for a save.
         hints: The valid hints of the request.
-        mixed: Whether its KV may come from weights before the last reset. Then nothing is loaded or stored for it.
+        mixed: Whether the request's KV may be of weights before the last reset. If so, it neither loads nor stores.
     """
 
     request: "Request"
@@ -137,7 +137,7 @@ class TrackedRequests(dict[str, Tracked]):
         return True
 
     def _enter_epoch(self) -> list[Tracked]:
-        """Track the requests without KV from now on in the present epoch. Return the requests that have KV."""
+        """Move the requests without KV to the present epoch. Return the requests that have KV."""
         current = [self.current(tracked.request) for tracked in list(self.values())]
         for tracked in current:
             if not tracked.has_kv:

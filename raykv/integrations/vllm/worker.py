@@ -58,7 +58,7 @@ class _LoadResult:
         chunks: Number of chunks that arrived before the first missing chunk, over all parts of the load.
         sources: Number of arrived chunks by holder and path, in the part with the most chunks.
         nbytes: Number of arrived bytes by path, in all parts.
-        began_s, ended_s: When a thread began the load, and when it ended.
+        began_s, ended_s: When a thread began and ended the load.
     """
 
     chunks: int = 0
@@ -77,7 +77,7 @@ class WorkerCache:
         groups: The groups whose chunks are stored, by index.
         replica: (Number of this worker, number of workers) among those that hold the same bytes. Each of these workers
             stores a share of the chunks.
-        counts_tokens: Whether this worker counts the loaded tokens. All workers load the same tokens.
+        counts_tokens: Whether this worker counts the loaded tokens. Only one does, because all load the same tokens.
     """
 
     ranks: Sequence[RankCache]
@@ -87,7 +87,7 @@ class WorkerCache:
 
     @property
     def is_prefix(self) -> bool:
-        """Whether vLLM can use the leading chunks of a load without the others. It recomputes only the others then."""
+        """Whether vLLM can use the leading chunks of a load without the others, and recomputes only the others."""
         return len(self.groups) == 1 and all(group.whole for group in self.groups.values())
 
     def handshake(self) -> WorkerNamespaces:
@@ -104,7 +104,7 @@ class WorkerSide:
     Attributes:
         loading: Loads in flight, by request id.
         stated: The last statement of the revision of the weights, until the next report.
-        saving: One entry per step with saves in flight: the blocks they read, their number of chunks, and the result.
+        saving: One entry per step with saves in flight: (blocks that the saves read, number of chunks, future result).
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class WorkerSide:
             self.loading[load.request_id] = (load, future)
 
     def await_work(self) -> None:
-        """Wait up to IDLE_WAIT_S for the end of a load, or of a save that must be reported, if any is in flight."""
+        """If a load is in flight, or a save that must be reported, wait up to IDLE_WAIT_S until one of them ends."""
         running: list[Future[Any]] = [future for _, future in self.loading.values()]
         if self._reporters and self.saving:
             running.append(self.saving[0][2])
@@ -275,7 +275,7 @@ class WorkerSide:
             result.nbytes.update(got.nbytes_by_path)
             if counts and store is self._stores[0]:  # all ranks load the same tokens
                 result.sources.update(got.chunks_by_source)
-            stop = start + got.prefix  # a chunk must arrive for all ranks
+            stop = start + got.prefix  # a chunk counts only if it arrives for all ranks
             if stop == start:
                 return False
         result.chunks += stop - start
@@ -284,7 +284,7 @@ class WorkerSide:
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def mine(self, saves: Sequence[Save]) -> list[Save]:
-        """Return the saves that this worker makes. Workers with the same bytes divide the saves by a chunk's name."""
+        """Return the saves that this worker makes. Workers with the same bytes divide saves by their first name."""
         number, workers = self._cache.replica
         return [save for save in saves if save.names[0][0] % workers == number]
 
@@ -308,7 +308,7 @@ class WorkerSide:
                 reporter.skip(saves)
 
     def release(self, blocks: Set[int]) -> None:
-        """Wait until no save reads these blocks. Cancel saves that do not begin within `store_timeout_s`."""
+        """Wait until no save reads these blocks. Saves that do not begin within `store_timeout_s` are cancelled."""
         until_s = self._clock() + self._config.store_timeout_s
         for saved, _, future in self.saving:
             if not saved.isdisjoint(blocks):
@@ -351,7 +351,7 @@ class WorkerSide:
             try:
                 results += store.save(saves, fence, deadline_s=deadline_s, flush_s=flush_s)
             except Exception:
-                for other in self._stores[number + 1 :]:  # a chunk must be stored for all ranks
+                for other in self._stores[number + 1 :]:  # a chunk is useful only if all ranks store it
                     other.skip(saves)
                 raise
         return results
@@ -380,7 +380,7 @@ class WorkerSide:
 
 
 def _longest(load: Load) -> LoadedChunks:
-    """Return the part with the most chunks. Its tokens are those that the load saves the engine from computing."""
+    """Return the part with the most chunks. It covers all tokens that the engine need not compute after the load."""
     return max(load.parts, key=lambda part: len(part.names))
 
 
