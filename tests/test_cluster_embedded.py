@@ -618,7 +618,7 @@ def test_whoever_asks_for_it_sees_damage_in_shared_memory_too():
 def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, faults, rng):
     with cluster(4, extent_nbytes="256 KiB") as running:
         clients = [running.client(SPACE, node=node, breaker_s=0.01) for node in range(4)]
-        for number in range(0, 12, 2):  # these chunks can be hits even if few later puts succeed
+        for number in range(0, 12, 2):  # so that there are hits even if few later puts succeed
             put(rng.choice(clients), [f"{number}/{place}" for place in range(7)])
         running.settle()
         faults.loss, faults.delay_s = loss, 0.0005

@@ -1,4 +1,4 @@
-"""The how-tos of CONTRIBUTING.md work: their files are written into an empty folder, and run."""
+"""The how-tos of CONTRIBUTING.md work. The test writes the files of each into a folder, and runs `use.py`."""
 
 import os
 import re

@@ -26,7 +26,7 @@ def test_only_config_reads_the_environment():
     readers = {
         module_of(path)
         for path in sources()
-        if "env" in path.read_text()  # only these files can read the environment
+        if "env" in path.read_text()  # a file without this word does not read the environment
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
     }

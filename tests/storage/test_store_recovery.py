@@ -1,4 +1,4 @@
-"""What the next process finds after a kill at any moment, with another configuration, and after damage."""
+"""What the next process finds: after a kill at any moment, after damage, or with another configuration."""
 
 import logging
 import os

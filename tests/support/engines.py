@@ -342,7 +342,7 @@ class Engine:
         )
 
     def reused_tokens(self) -> int:
-        """Return how many prompt tokens of the last answers were loaded, or found in the engine's own cache."""
+        """Return how many prompt tokens of the last answers were not computed, but loaded or in the engine's cache."""
         return sum(output.num_cached_tokens or 0 for output in self.outputs)
 
     def close(self) -> None:

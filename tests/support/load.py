@@ -27,7 +27,7 @@ def content(name: str) -> bytes:
 
 
 class Load:
-    """Reads and writes until the end of the `with` statement.
+    """Reads and writes until the end of the `with` block. The attributes record the results.
 
     Attributes:
         problems: Wrong bytes, and exceptions of the threads.

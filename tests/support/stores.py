@@ -155,7 +155,7 @@ def check(store: Store, pins: "Counter[int] | None" = None) -> None:
     """Check what must hold between any two calls: row states, index, pins, counts, slots and chains agree.
 
     Args:
-        pins: Number of pins by row. None: the test does not know them.
+        pins: Expected number of pins by row. None: the numbers are not checked.
     """
     columns, table, allocator = store.table.columns, store.table, store.allocator
     assert not table.header["dirty"]

@@ -22,7 +22,7 @@ SEGMENT = PACK = 1 << 20
 
 
 class Names:
-    """Four quota groups. `texts` has each group's namespace as JSON, by number."""
+    """Four quota groups. `texts[number]` is the namespace of a group as JSON."""
 
     def __init__(self) -> None:
         self.texts: list[bytes] = [b'{"model":"m%d"}' % number for number in range(4)]

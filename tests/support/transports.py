@@ -24,7 +24,7 @@ def soon(seconds: float = 10.0) -> float:
 
 
 class Warehouse:
-    """Sends the bytes in `stock`, and receives bytes into `received`. Answers wait until `hold` is set."""
+    """Sends the bytes in `stock`, and receives bytes into `received`. A test that clears `hold` makes answers wait."""
 
     epoch = 7
 
@@ -155,9 +155,9 @@ class Holder:
         chunks: Bytes by 16-byte key.
         sums: By key, a wrong checksum to send.
         holders: By key, the nodes to name as holders.
-        reads: Keys of each Read.
-        groups: Quota groups of all Reads.
-        suspects: Keys of all Suspects.
+        reads: Keys of each Read so far.
+        groups: Quota groups of all Reads so far.
+        suspects: Keys of all Suspects so far.
         cut_after: Only this many bytes of each payload are sent. None: all bytes.
     """
 

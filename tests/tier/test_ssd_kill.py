@@ -104,7 +104,7 @@ class Zygote:
         self._out = os.fdopen(os.dup(self.process.stdout.fileno()), "rb", buffering=1 << 20)
 
     def run(self, path: Path, segments: int, seed: int, after_s: float) -> list[str]:
-        """Start a child, and kill it after `after_s` seconds. Returns the lines that it has written."""
+        """Start a child, and kill it after `after_s` seconds. Returns the lines that the child has written."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{path} {segments} {seed}\n".encode())
         lines, pid = [], 0

@@ -88,7 +88,7 @@ def test_random_frames_never_stop_a_server(served, rng, recwarn):
         body = bytearray(codec.encode(rng.choice(samples), 1, number + 1))
         for _ in range(rng.randrange(1, 5)):
             body[rng.randrange(codec.HEADER.size, len(body))] = rng.choice([0x80, 0xC3, 0xFF, rng.randrange(256)])
-        if rng.random() < 0.2:  # a body of random bytes; its length is right
+        if rng.random() < 0.2:  # replace the body by as many random bytes
             body = body[: codec.HEADER.size] + rng.randbytes(len(body) - codec.HEADER.size)
         if connection is None:
             connection = stream_on(member_socket(served.address))

@@ -22,7 +22,7 @@ class Attaching:
     """A node that answers Attach, Promote and Suspect. If a Promote waits, the node stores the chunks in `below` first.
 
     Attributes:
-        asked: One tuple per request: (Attach,), (Promote, number of keys, whether it waits), or (Suspect, names).
+        asked: One tuple per past request: (Attach,), (Promote, number of keys, whether it waits), or (Suspect, names).
     """
 
     epoch = 1

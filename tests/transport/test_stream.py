@@ -1,4 +1,4 @@
-"""Chunks that arrive on a socket in any pieces. They are copied and hashed, and count only when they are complete."""
+"""A socket delivers chunks in any pieces. Chunks are copied and hashed, and count only when they are complete."""
 
 import random
 import signal
@@ -92,7 +92,7 @@ def test_what_breaks_off_counts_only_what_is_full(loops, ends, rng, end, monkeyp
         there.close()
     elif end == "reset":
         stream.socket.send(b"unread")
-        there.close()  # the unread bytes make this a reset: `stream` gets what had arrived, and then an error
+        there.close()  # a reset, because of the unread bytes: `stream` gets what arrived before, then an error
     targets = [bytearray(5000) for _ in values]
     run = run_of(targets)
     began_s = time.monotonic()

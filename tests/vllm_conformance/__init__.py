@@ -1,1 +1,1 @@
-"""Runs vLLM's own tests of KV connectors with RayKVConnector in place of their connectors: `make test-vllm`."""
+"""Runs vLLM's own tests of KV connectors on RayKVConnector: `make test-vllm`."""

@@ -107,7 +107,7 @@ def raykv_in_place(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> Iterator[None]:
-    """Replace connectors, mock connectors, and the model that is not on this machine."""
+    """Replace vLLM's connectors, its mocks of connectors, and the model, which is not on this machine."""
     monkeypatch.chdir(tmp_path)
     used: list[type] = []
     for name in REPLACED:

@@ -17,7 +17,7 @@ FOLDER = "tests/v1/kv_connector"
 
 
 def fetch(version: str) -> Path:
-    """Return the folder that contains vLLM's `tests`. Download the source package once.
+    """Return the folder that contains vLLM's `tests`. If it is missing, download the source package first.
 
     pip unpacks a source package before it checks the build requirements. Some of these are missing on purpose, so pip
     ends with an error before any code of the package runs. The unpacked files remain because of `--no-clean`.

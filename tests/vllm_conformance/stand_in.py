@@ -31,9 +31,9 @@ class StandIn(RayKVConnector):
     leave this out, so a stand-in does both when it is made.
 
     Attributes:
-        address: The node's address.
+        address: The node's address. Set by the fixture `stand_ins`, as the other attributes are.
         revision: The name of the running test, so that tests share no chunks.
-        made: All stand-ins of the running test.
+        made: All stand-ins that the running test has made.
     """
 
     address: ClassVar[str] = ""

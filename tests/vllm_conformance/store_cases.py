@@ -87,7 +87,7 @@ class StoredKeys(MutableMapping[str, bytes]):
         name = [self.names.pop(key)]
         self.client.delete(name)
         until_s = time.monotonic() + PATIENCE_S
-        while self.client.exists(name)[0]:  # the entry of the location is removed later
+        while self.client.exists(name)[0]:  # the chunk's location is removed a little later
             assert time.monotonic() < until_s, f"{key} is still found"
             time.sleep(0.001)
 
