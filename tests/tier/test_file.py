@@ -455,7 +455,8 @@ def test_several_that_make_room_at_once_do_not_empty_the_directory(tmp_path):
     for process in processes:
         end(process)
     assert full
-    # A process leaves space for the part that it fills. It removes whole packs, and perhaps one pack too many.
+    # Less than the capacity is used: each process leaves space for the part that it fills, and removes whole packs,
+    # perhaps one too many.
     assert lowest >= capacity - 5 * PACK
     assert highest <= capacity + PACK, "the part that the other one has just begun"
 

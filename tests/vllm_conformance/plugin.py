@@ -36,8 +36,8 @@ __all__ = ["raykv_node", "stand_ins"]  # fixtures
 FOLDER = "tests/v1/kv_connector/"
 UNIT = "tests.v1.kv_connector.unit"
 REPLACED = ("NixlConnector", "SimpleCPUOffloadConnector", "OffloadingConnector", "MockHMAConnector")
-"""Names of connectors that vLLM's factory replaces by RayKVConnector. All of them support hybrid models. The others are
-not replaced, because some tests need a connector without this support."""
+"""Connectors that `raykv_in_place` replaces in vLLM's factory. All of them support hybrid models. Other connectors are
+not replaced, because some tests need one without this support."""
 MODEL = "facebook/opt-125m"
 MODEL_CONFIG = {
     "architectures": ["OPTForCausalLM"],
