@@ -121,7 +121,7 @@ class Evictor:
         return count
 
     def _make_room_in_quota(self, count: int, size: int, group: int, now: int) -> int:
-        """Evict chunks of the group until its quota allows `count` slots. Return how many it allows."""
+        """Evict chunks of the group until its quota has room for `count` slots. Return for how many it has."""
         quota = int(self._table.namespaces["capacity"][group])
         count = min(count, quota // size) if quota else count
         while (allowed := self._within_quota(count, size, group)) < count:

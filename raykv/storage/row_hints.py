@@ -54,8 +54,8 @@ class RowHints:
     def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
         """Change hints of rows. A hint of None stays as it is. A `ttl_s` of 0 means no expiry.
 
-        `ended`: True if the session of the rows has ended, False if it goes on. A read of a row after True acts like
-        False.
+        `ended`: True if the session of the rows has ended; a later read of a row undoes this. False if the session goes
+        on.
         """
         self.active = True
         if ttl_s is not None:

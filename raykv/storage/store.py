@@ -172,7 +172,7 @@ class Store:
         Args:
             group: The quota group of the chunks to be written.
             nbytes: Length of each chunk in bytes.
-            count: Number of slots that the writer needs now. If fewer are free, chunks are evicted.
+            count: Number of slots that the writer needs now. If necessary, chunks are evicted.
             ahead: Number of additional slots for later writes. Nothing is evicted for them.
             protect: Keys of chunks that must not be evicted.
             now_s: Time of the host's monotonic clock.

@@ -91,7 +91,7 @@ class Folder:
     def prepare(self) -> None:
         """Create the directory if it is missing. Only the first call also creates the parent directory.
 
-        A later call raises OSError if the parent is missing, because the file system was unmounted.
+        If the parent is missing in a later call, the file system was unmounted, and the call raises OSError.
         """
         with self.operation():
             if not self._made:
