@@ -111,7 +111,7 @@ def embedded(
         nodes: Number of nodes.
         arena_nbytes: Memory of each node, in bytes or as text such as "256 MiB".
         name: Name of the cluster.
-        separate_hosts: Treat each node as a separate host, so that chunks travel between nodes through sockets.
+        separate_hosts: Whether each node counts as a separate host. Then chunks travel between nodes through sockets.
         heartbeat_s: Time between two heartbeats of a node.
         member_timeout_s: A node without heartbeats for this long is removed from the view.
         storage: Other fields of StorageConfig.

@@ -412,7 +412,10 @@ class Client(AdminCalls):
     # -- internal ---------------------------------------------------------------------------------------------------
 
     def _add_misses(self, keys: Sequence[bytes], began_s: float) -> None:
-        """Count misses by reason. Failed reads since `began_s` are reasons. `report` finds the other reasons."""
+        """Count misses by reason.
+
+        If a read of a key failed after `began_s`, this failure is the reason. `report` finds the other keys' reasons.
+        """
         router, now_s = self.router, time.monotonic()
         reasons: Counter[str] = Counter()
         absent = []

@@ -147,7 +147,7 @@ class Pipeline:
         """Send a request as soon as `has_room_locked` permits it.
 
         Args:
-            life: Number of the connection to use. None: the current one, or a new one if there is none.
+            life: Number of the connection to use. None: the current connection; if there is none, a new connection.
 
         Raises:
             PeerUnavailable: The node does not answer, or connection `life` has ended. The request was not sent.

@@ -138,12 +138,12 @@ def victims(
     Args:
         policy: Gives the order of the rows.
         columns: The columns of the table.
-        candidates: Rows that may be evicted: all such rows, or a sample of them.
+        candidates: All rows that may be evicted, or a sample of these rows.
         count: Number of rows to choose.
         now: Time in ticks.
         ranks: Gives a rank to each row. Rows of lower rank are chosen first, whatever their scores.
-        may_go: Required if the candidates are a sample. With a leaf-first policy, a parent outside the sample may be
-            chosen too: after all its children, if `may_go(parent)` is True.
+        may_go: Required if the candidates are a sample. A leaf-first policy may also choose a parent outside the
+            sample: after all children of the parent, and only if `may_go(parent)` is True.
 
     Returns:
         The rows in the order of eviction; fewer than `count` if no more rows may be evicted.
@@ -187,7 +187,7 @@ def _from_all(columns: Columns, candidates: Rows, count: int, order: Order, *, l
 def _from_sample(columns: Columns, candidates: Rows, count: int, order: Order, may_go: MayGo) -> Rows:
     """Choose rows without children from the sample, in order.
 
-    When all children of a row are chosen, the row becomes a candidate too, even if it is outside the sample.
+    When all children of a row are chosen and `may_go` permits the row, it becomes a candidate, even outside the sample.
     """
     leaves = candidates[columns.children[candidates] == 0]
     leaves = lowest(columns, leaves, order(leaves), min(count, len(leaves)))

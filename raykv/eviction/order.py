@@ -16,7 +16,7 @@ RESCORE_SHARE, but at least RESCORE_LEAST."""
 
 
 class EvictionOrder:
-    """The rows of a cache in the order in which a policy evicts them: one heap per queue.
+    """The rows of a cache in the order in which a policy evicts them. Each queue of the policy has one heap.
 
     A heap entry holds the score that its row had when the entry was pushed. If the row of a popped entry was read
     meanwhile, the row is pushed again with a new score. So the order is exact if only reads change scores, and if
@@ -121,7 +121,10 @@ class EvictionOrder:
                 heapq.heappush(self._heaps[self._queue[row]], (score, -depth, row, self._stamps))
 
     def _rescore(self, now: int, count: int) -> None:
-        """Score all evictable rows, and fill the heaps again. An only heap gets just the `count` lowest rows."""
+        """Score all evictable rows, and fill the heaps again.
+
+        If there is only one heap, it gets only the `count` lowest rows.
+        """
         rows = np.flatnonzero(self._here).astype(np.int32)
         self._until_rescore = max(RESCORE_LEAST, len(rows) // RESCORE_SHARE)
         if self._policy.leaf_first:
