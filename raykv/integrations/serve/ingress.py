@@ -32,7 +32,7 @@ ENGINE_DEAD: Final = str(EngineDeadError())
 
 
 class ResumingIngress(OpenAiIngress):
-    """Ray Serve's OpenAI server, which here sends the requests of a dead worker again."""
+    """Extends Ray Serve's OpenAI server: sends the requests of a dead worker again."""
 
     async def _get_response(
         self, *, body: Any, call_method: str, raw_request: Request | None = None

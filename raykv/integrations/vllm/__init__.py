@@ -19,9 +19,9 @@ _MODULE = f"{__name__}.connector"
 def register() -> None:
     """Register `RayKVConnector` with vLLM by name. Safe to call again.
 
-    `MultiConnector` looks up its connectors by name alone, and an unknown name stops the engine. There are two callers:
-    vLLM in every process of an engine, through the entry point `vllm.general_plugins`, and the connector's module when
-    it is imported.
+    `MultiConnector` looks up its connectors by name alone, and an unknown name stops the engine. This function has
+    two callers: vLLM in every process of an engine, through the entry point `vllm.general_plugins`, and the connector's
+    module when it is imported.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

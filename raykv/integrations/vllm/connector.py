@@ -268,7 +268,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         return self._worker_namespaces
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Wait for saves of blocks that this step may overwrite. Request slots for the step's saves, start its loads.
+        """Wait for saves of blocks that this step may overwrite. Request slots for this step's saves. Start its loads.
 
         vLLM calls this hook first in a step, before any computation.
         """

@@ -85,7 +85,7 @@ class Costs:
     def is_load_sooner(self, holder: NodeId, nbytes: int, tokens: int, *, queued_tokens: int, now_s: float) -> bool:
         """Return whether a load is expected to end sooner than the computation of the same tokens.
 
-        The computation may delay other requests whose loads end before it. These delays are added to its time.
+        The time of the computation includes the delays that it causes to requests that are being loaded.
         Before the first measurement of a step the answer is True.
 
         Args:

@@ -155,7 +155,7 @@ class RankStore:
     def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
         """Return the chunks to store.
 
-        A `cached` save is looked up first, and its leading chunks are left out if nodes hold them. If the lookup does
+        A `cached` save is looked up first. The leading chunks that nodes hold already are left out. If the lookup does
         not end before the deadline, all chunks are left out.
         """
         client = self.client(save.scope)

@@ -27,9 +27,9 @@ class _Session:
 
     Attributes:
         chunks: Names of its chunks, in order of their first use.
-        shared: (Count, last) of the hashes of its last prompt, not counting the prompt's final hash, because a chat
-            template may change the tokens of that hash. A prompt that continues the conversation begins with the
-            counted hashes.
+        shared: Describes all hashes of its last prompt except the final one: (number of these hashes, last of them). A
+            prompt that continues the conversation begins with these hashes. The final hash is left out, because a chat
+            template may change its tokens.
         generated: Names of the chunks that its last request generated.
     """
 

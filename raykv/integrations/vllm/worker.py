@@ -284,7 +284,7 @@ class WorkerSide:
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def mine(self, saves: Sequence[Save]) -> list[Save]:
-        """Return the saves that this worker makes. Workers with the same bytes divide saves by their first name."""
+        """Return the saves of this worker. Workers with the same bytes divide the saves by the first chunk's name."""
         number, workers = self._cache.replica
         return [save for save in saves if save.names[0][0] % workers == number]
 
@@ -308,7 +308,7 @@ class WorkerSide:
                 reporter.skip(saves)
 
     def release(self, blocks: Set[int]) -> None:
-        """Wait until no save reads these blocks. Saves that do not begin within `store_timeout_s` are cancelled."""
+        """Wait for the saves that read these blocks. Cancel those that do not begin within `store_timeout_s`."""
         until_s = self._clock() + self._config.store_timeout_s
         for saved, _, future in self.saving:
             if not saved.isdisjoint(blocks):
