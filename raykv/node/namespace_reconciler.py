@@ -116,7 +116,7 @@ class NamespaceReconciler:
     def count_request(self, digest: bytes, nbytes: int) -> None:
         """Count one request of a quota group, and `nbytes` bytes of chunks in the answer.
 
-        Concurrent calls may lose counts. A client that reads shared memory sends no request, so no read is counted.
+        Concurrent calls may lose counts. Reads through shared memory are not counted, because they send no request.
         """
         number = self._store.groups.find(digest)
         if number is not None:

@@ -175,7 +175,7 @@ class Node:
             self.store.table.memory.touch()  # because `remove_orphans` removes files that were not touched lately
 
     def _beat(self) -> None:
-        """Send a heartbeat to the directory. If the answer has a newer view or list of namespaces, apply these."""
+        """Send a heartbeat to the directory. Apply the view and the list of namespaces in the answer, if any."""
         view, registry = self.view, self.reconciler.registry
         heartbeat = messages.Heartbeat(self.member, view.epoch, version=registry.version)
         try:

@@ -42,7 +42,7 @@ class NodeSession:
             )
 
     def require_pinned(self, rows: Counter[int]) -> None:
-        """Raise UsageError if this connection has fewer pins on a row than `rows` counts."""
+        """Raise UsageError if this connection has fewer pins on a row than the number in `rows` for that row."""
         if rows - self.pins:
             raise UsageError("rows that are not pinned by this connection")
 

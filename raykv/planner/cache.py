@@ -66,8 +66,8 @@ class Cache:
     def store(self, chunks: list[int], nbytes: list[int], now: int, reads: Mapping[int, int]) -> None:
         """Store the missing chunks of a chain, first to last, until the cache is full.
 
-        `nbytes` is the size of each chunk, measured in tokens. `reads` maps each chunk that was read from the SSD to
-        its number of reads.
+        `nbytes` has the number of tokens of each chunk, which serves as the chunk's size here. `reads` maps each chunk
+        that was read from the SSD to its number of reads.
         """
         cells, row_of, rows, parent = self.cells, self.row_of.data, [], -1
         for chunk, size in zip(chunks, nbytes, strict=True):

@@ -5,13 +5,13 @@ Each line is a batch of events, in one of two forms:
     {"ts": ..., "events": [...]}
     [ts, [...], rank]                   as vLLM sends it
 
-An event has two forms, too:
+Each event has one of two forms:
 
     {"type": "BlockStored", ...}
     ["BlockStored", hashes, parent, token_ids, block_size, ...]
 
-Events name only new blocks. We assume that the request that stored them also read all earlier blocks of the chain. A
-request whose blocks were all cached causes no event, so the trace has fewer hits than the engine had.
+An event names only blocks that a request has newly stored. We assume that this request read all earlier blocks of the
+chain. A request whose blocks were all cached causes no event, so the trace has fewer hits than the engine had.
 """
 
 import re
@@ -68,7 +68,7 @@ def requests_of(lines: Iterable[tuple[str, bytes]]) -> list[RequestLine]:
         UsageError: A line is wrong. The message names its place and the field.
     """
     before: dict[int | str, int | str | None] = {}  # maps a block to the block before it in the chain
-    growing: dict[int | str, tuple[RequestLine, float]] = {}  # by a request's last block: request, time of the block
+    growing: dict[int | str, tuple[RequestLine, float]] = {}  # maps a request's last block to (request, block's time)
     requests: list[RequestLine] = []
     for where, line in lines:
         for at_s, event in _stored(where, line):

@@ -51,7 +51,7 @@ class ModelShape:
 
         Args:
             tokens: Number of tokens to compute.
-            attended: Sum, over these tokens, of the number of earlier tokens in the prompt.
+            attended: For each of these tokens, the number of earlier tokens in the prompt; summed.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)
 
@@ -60,7 +60,7 @@ class ModelShape:
 class Record:
     """The result for one policy and one size of cache.
 
-    A hit is a prefix hit if all earlier chunks of the request hit too. An engine can use only prefix hits. With
+    A hit is a prefix hit if all earlier chunks of the request are hits. An engine can use only prefix hits. With
     "belady", every hit counts as a prefix hit.
 
     Attributes:
@@ -119,9 +119,10 @@ def plan(
 
     Args:
         trace: The requests to replay.
-        sizes: Sizes of memory. Each is a number of chunks, or text such as "64 GiB", or a percentage of the trace's
-            different chunks such as "10%".
-        policies: Arguments of `raykv.eviction.policy`; "belady" for the upper bound; "all" for all these.
+        sizes: Sizes of memory. Each is a number of chunks, a number of bytes such as "64 GiB", or a share of the
+            trace's different chunks such as "10%".
+        policies: Each is an argument of `raykv.eviction.policy`, "belady" for the upper bound, or "all" for every
+            policy and "belady".
         model: The model that determines the bytes of a chunk. None means Llama 3.1 8B.
         ssd_sizes: Sizes of the SSD tier below memory, in the form of `sizes`. 0 means no SSD.
         ssd_nbytes_per_day: Limit of the bytes written to the SSD in a day. None means no limit.

@@ -20,12 +20,12 @@ _NEVER: Final = 1 << 62
 
 @dataclass(slots=True)
 class Outcome:
-    """The counts of a replay. A hit is a prefix hit if all earlier chunks of the request hit too.
+    """The counts of a replay. A hit is a prefix hit if all earlier chunks of the request are hits.
 
     Attributes:
         prefix_hits: Number of chunks with a prefix hit.
         tokens_hit: Number of tokens in these chunks.
-        attended: Sum, over these tokens, of the number of earlier tokens in the prompt.
+        attended: For each of these tokens, the number of earlier tokens in the prompt; summed.
         stored, evicted: Number of chunks stored in memory, and evicted from memory.
         ssd_hits: Number of chunks with a prefix hit that were read from the SSD.
     """

@@ -50,8 +50,8 @@ class Ssd:
     def offer(self, chunks: list[int], reads: Numbers, parent_reads: Numbers, tokens: Numbers, now: int) -> None:
         """Write chunks that memory has evicted, if the SSD lacks them and `Admission.admit` accepts them.
 
-        `reads`, `parent_reads` and `tokens` give for each chunk its number of reads, the number of reads of its parent,
-        and its number of tokens.
+        For each chunk, `reads` has its number of reads, `parent_reads` its parent's number of reads, and `tokens` its
+        number of tokens.
         """
         new = np.array([chunk not in self._held for chunk in chunks], np.bool_)
         if not new.any():

@@ -55,7 +55,7 @@ def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
 def chain(
     digest: bytes, tokens: Sequence[int] | npt.NDArray[np.integer], chunk_tokens: int, *, parent: bytes = b""
 ) -> KeyArray:
-    """Return the keys of the full chunks of a prompt. Each key depends on its chunk and all tokens before it.
+    """Return the keys of the full chunks of a prompt. Each key depends on its chunk and on all tokens before the chunk.
 
     Args:
         digest: Digest of the namespace.

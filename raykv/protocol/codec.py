@@ -36,7 +36,7 @@ T = TypeVar("T")
 VERSION: Final = 4
 MAX_MESSAGE_NBYTES: Final = 32 << 20
 MAX_ERROR_CHARACTERS: Final = 2000
-"""Longer error texts are cut, because an error text may quote what a peer sent."""
+"""Error texts are cut to this length, because an error text may quote what a peer sent."""
 HEADER: Final = struct.Struct("<2sBBIII")
 MAGIC: Final = b"RK"
 _U32: Final = 0xFFFFFFFF

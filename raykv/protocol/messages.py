@@ -124,7 +124,7 @@ class Write(Message):
 class Read(Message):
     """Ask for the bytes of chunks. Answer: Reading, and the payload.
 
-    `locate`: the node is asked as the owner of the keys. For chunks that it does not have, the node names holders.
+    `locate`: the node is the owner of the keys, and must name the holders of the chunks that it does not have itself.
     """
 
     keys: bytes
@@ -147,7 +147,7 @@ class Promote(Message):
     """Promote chunks: copy them from the tiers below memory (SSD or file) to memory.
 
     The node reads chunks in batches. It answers after `timeout_s` seconds at the latest, and continues to promote after
-    the answer. Answer: Count of the chunks in the batches for these keys, whether or not a batch is finished.
+    the answer. Answer: Count of the chunks in all batches with some of these keys, finished or unfinished.
     """
 
     keys: bytes
@@ -155,7 +155,7 @@ class Promote(Message):
 
 
 class Delete(Message):
-    """Delete chunks from memory and tiers. Answer: Count of the chunks deleted from memory, or from tiers if more."""
+    """Delete chunks. Answer: Count of those deleted from memory, or from the tiers if that number is larger."""
 
     keys: bytes
 
@@ -163,7 +163,7 @@ class Delete(Message):
 class Suspect(Message):
     """Report chunks that a reader could not get from this node, or whose bytes were wrong.
 
-    The node drops the corrupt chunks, and tells the owners which chunks it holds. Answer: Count of the dropped chunks.
+    The node drops corrupt chunks, and tells each key's owner whether it has the chunk. Answer: Count of dropped chunks.
     """
 
     keys: bytes
@@ -210,7 +210,7 @@ class Why(Message):
 class Configure(Message):
     """Change a namespace's config, or drop the namespace. Answer: Configured, or Unavailable.
 
-    `namespace` is JSON. `fields` (JSON) are the config's fields to change. None: drop the namespace. The node sets
+    `namespace` is JSON. `fields`: the config's fields to change, as JSON; None to drop the namespace. The node sets
     `registry` to its list of namespaces, and forwards the request to the directory. The directory first merges this
     list into its own list, because a restarted directory has lost its list.
     """
@@ -261,7 +261,7 @@ class Heartbeat(Message):
 
 
 class Leave(Message):
-    """Ask the membership proxy to remove a stopping node from the cluster for good. Answer: Done, or Unavailable."""
+    """Tell the membership proxy that a node stops permanently and leaves the cluster. Answer: Done, or Unavailable."""
 
     node_id: NodeId
 
@@ -315,7 +315,7 @@ class Lent(Message):
 class CommittedRun(msgspec.Struct, array_like=True):
     """The outcome of one Run.
 
-    `unused` i32: indices in the run's `rows` of the slots that stay lent, because their keys were stored already.
+    `unused` i32: the slots that stay lent because their keys were stored already, as indices in the run's `rows`.
     `rows` i32, `offsets` u64: slots lent for later writes. `problem`: why the node refused the run; empty if it did
     not. All slots of a refused run stay lent.
     """
@@ -333,7 +333,7 @@ class Committed(Message):
 
 
 class Accepted(Message):
-    """The client must send the chunks of the keys at `positions` (i32). `full`: number of new chunks without room."""
+    """The client must send the chunks of the keys at `positions` (i32). `full`: number of new chunks that don't fit."""
 
     positions: bytes
     full: int = 0
@@ -376,7 +376,7 @@ class Located(Message):
 
 
 class Histories(Message):
-    """Where this node has chunks, and how each chunk last left its memory or a tier. One entry for each key.
+    """Where this node has chunks, and how each chunk last left the node's memory or a tier. One entry for each key.
 
     Now: `places` u8 (the fastest tier with the chunk, a `reasons.Place`), `nbytes` u32. Last departure: `reasons` u8 (a
     `reasons.Reason`), `tiers` u8 (the tier that was left), `ages_s` f32 (seconds since the departure), `policy` u8 (the
