@@ -101,7 +101,7 @@ class Router:
         return self.local.attached
 
     def _find_local(self, deadline_s: float) -> None:
-        """Connect to a node of this host if there is one. Needed if the client has joined through a TCP address."""
+        """Connect to a node of this host if there is one. Called if the client has joined by TCP."""
         for member in self._view.members:
             if self.local is None and self.is_near(member):
                 try:

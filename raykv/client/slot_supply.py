@@ -107,7 +107,10 @@ class SlotSupply:
         return True
 
     def _request(self, group: Namespace, batch: Batch, pool: SlotPool, needed: int, deadline_s: float) -> Posted:
-        """Request `needed` slots, for which the node may evict chunks, and free slots to fill up the pool."""
+        """Request `needed` slots, for which the node may evict chunks.
+
+        Also request slots to fill up the pool. For these slots the node evicts no chunks.
+        """
         pipeline = self.pipeline
         if group.digest not in self.opened:
             self._open(group, pool.life, deadline_s)
