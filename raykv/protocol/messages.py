@@ -163,7 +163,7 @@ class Delete(Message):
 class Suspect(Message):
     """Report chunks that a reader could not get from this node, or whose bytes were wrong.
 
-    The node drops corrupt chunks, and tells each key's owner whether it has the chunk. Answer: Count of dropped chunks.
+    The node drops corrupt chunks, and tells owners which of these it still holds. Answer: Count of dropped chunks.
     """
 
     keys: bytes

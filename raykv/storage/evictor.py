@@ -26,8 +26,8 @@ from raykv.storage.row_hints import RowHints
 from raykv.types import Bits, Rows
 
 SAMPLE_ROWS: Final = 1 << 16
-"""If a table has used at most this many rows, all these rows are candidates for eviction. Otherwise the candidates come
-from a sample of this many slots."""
+"""In a table that has used at most this many rows, all of them are candidates for eviction. In other tables, the
+candidates come from a sample of this many rows."""
 SAMPLE_SHARE: Final = 128
 """At least 1 / SAMPLE_SHARE of a sample is evicted, because taking a sample costs milliseconds. A step of eviction
 ahead of need evicts just this share, because other threads wait for the lock."""

@@ -197,7 +197,7 @@ def test_events_name_the_group_and_the_locality_of_the_stored_event():
 
 
 def test_a_block_is_removed_with_the_last_chunk_that_names_it(bench: Bench, cluster: raykv.EmbeddedCluster):
-    """Two prompts that differ only after the first block of a chunk have two chunks with the same first block."""
+    """Two prompts share the first block of a chunk, but not the rest. So two chunks name the same first block."""
     (client,) = bench.clients
     ends = [b"2", b"2'"]
     client.put(ends, [bytes(NBYTES)] * 2, chained=False)

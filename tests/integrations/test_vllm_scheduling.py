@@ -586,7 +586,7 @@ def test_every_slot_holds_its_prefix(
 def test_no_slot_holds_kv_of_other_weights(
     model: Path, cluster: raykv.EmbeddedCluster, seed: int, overlap: bool, shape: dict[str, Any]
 ):
-    """Two engines change their weights at random times, each with a reset, and state some of the revisions."""
+    """Two engines change their weights at random times and then reset their caches. Sometimes they state a revision."""
     rng = random.Random(f"{seed} {overlap} {shape}")
     engines = [Engine(model, cluster.address(node), rng, overlap=overlap, **shape) for node in range(2)]
     prompts: dict[str, tuple[list[int], int]] = {}

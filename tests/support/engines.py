@@ -124,7 +124,11 @@ def write_mla(folder: Path) -> Path:
 
 
 def write_next(folder: Path) -> Path:
-    """Write a model like Qwen3-Next: three layers with a state (gated delta net), and one with full attention."""
+    """Write a model like Qwen3-Next: three layers with a state (gated delta net), and one with full attention.
+
+    Only the last layer has experts, and every token uses all of them. If a router had to choose, the rounding of
+    bfloat16 could change its choice. Then even an engine without raykv would give other answers under pressure.
+    """
     config = transformers.Qwen3NextConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -139,10 +143,10 @@ def write_next(folder: Path) -> Path:
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         num_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=4,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
-        decoder_sparse_step=1,
+        mlp_only_layers=[0, 1, 2],
         max_position_embeddings=4096,
     )
     return _write_random(folder, config, torch.bfloat16)
