@@ -33,8 +33,8 @@ from raykv.transport.bulk_read import ReadProgress
 from raykv.types import Batch, Bits, GetResult, Holder, KeyArray, Match, NodeId, PutResult, Scattered
 
 LATE_S: Final = 0.002
-"""If a `get` ends after its deadline minus LATE_S, its misses count as timed out. The margin is needed because a wait
-for an answer may end one millisecond before the deadline."""
+"""The misses of a `get` count as timed out if it ends after its deadline, or less than LATE_S before. This margin is
+needed because a wait for an answer may end one millisecond before the deadline."""
 _NO_NODE: Final = "no node of the cluster runs on this host"
 
 
@@ -74,7 +74,7 @@ class Client(AdminCalls):
             timeout_s: A chunk whose owner does not answer within this time counts as not stored.
             promote: Whether to ask the holders to load matching chunks from SSD or file into memory. This call does not
                 wait until they are loaded. With a ticket, `promote` has no effect.
-            record: Whether this call counts as a request while `raykv record` runs.
+            record: Whether `raykv record`, if it runs, records this call as a request.
 
         Raises:
             NamespaceMismatch: The ticket was made under another namespace.
@@ -160,9 +160,9 @@ class Client(AdminCalls):
         return here
 
     def absent(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
-        """Return for each chunk whether its owner answers that no node holds it, shape [n].
+        """Return an array of shape [n]. True: the chunk's owner answers that no node holds the chunk.
 
-        If its owner does not answer, the result for a chunk is False. This call does not count as a read of the chunks.
+        If the owner does not answer, the result is False. This call does not count as a read of the chunks.
         """
         found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
         gone: Bits = self._fetcher.lengths(found, deadline_s) == 0
@@ -350,8 +350,8 @@ class Client(AdminCalls):
         """Store one chunk under a 16-byte key. The chunk belongs to no chain. Arguments and errors as for `put`.
 
         Returns:
-            With `wait=True`: whether the chunk is stored now. With `wait=False`: True also if the chunk's commit was
-            only sent. For example, the result is False if the arena is full or no node answers.
+            Whether the chunk is stored. With `wait=False`, the result is True also if the chunk's commit was sent and
+            is not answered yet. The result is False, for example, if the arena is full or no node answers.
         """
         put = Put(chunk_keys.from_bytes(one_key(key)), [value], chained=False, ttl_s=ttl_s, priority=priority)
         done = self.put_many([put], wait=wait, timeout_s=timeout_s)

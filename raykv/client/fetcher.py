@@ -62,7 +62,7 @@ class Fetcher:
     # -- other nodes ------------------------------------------------------------------------------------------------
 
     def fetch(self, progress: ReadProgress, holders: Mapping[int, NodeId], deadline_s: float) -> None:
-        """Read missing chunks in parallel. `holders` maps indices of chunks to holders. Other chunks are not read."""
+        """Read missing chunks in parallel. `holders` maps a chunk's index to its holder. Other chunks are not read."""
         shares = by_node((place, holders.get(place)) for place in progress.missing())
         self._read(self._runs(progress, shares), deadline_s)
 
@@ -74,7 +74,7 @@ class Fetcher:
         """
         named: dict[int, Holders] = {}
         unknown, view = progress.missing(), View()
-        # If an answer shows that there is a newer view, the loop asks its owners about the remaining chunks.
+        # If an answer shows that there is a newer view, the loop asks the owners in that view about the chunks left.
         while unknown and (newest := self._router.view(deadline_s)).epoch > view.epoch:
             view = newest
             shares = view.ring.shares(progress.keys[unknown])
@@ -116,7 +116,7 @@ class Fetcher:
                 self._add_failure(map(progress.raw_key, run.corrupt), "corrupt", run.holder)
             if isinstance(outcomes[number], RayKVError):
                 self._add_failure(map(progress.raw_key, run.missing), "no_answer", run.holder)
-            if run.gone:  # the holder is to report to the owners which of these chunks it has
+            if run.gone:  # ask the holder to tell the owners which of these chunks it still has
                 request = messages.Suspect(progress.raw_keys(sorted(run.gone)), group=self._group)
                 router.parallel.in_background(partial(router.call, run.holder, request, deadline_s))
 
@@ -163,8 +163,8 @@ def by_node(pairs: Iterable[tuple[int, NodeId | None]]) -> dict[NodeId, list[int
 
 
 def default_streams() -> int:
-    """Return the default of `streams_per_peer`: a quarter of the cores, because each connection can occupy a core.
+    """Return the default of `streams_per_peer`: a quarter of the number of cores, from 1 to MAX_STREAMS.
 
-    The result is from 1 to MAX_STREAMS.
+    Each connection can occupy a core, so one read should use only a part of the cores.
     """
     return max(1, min(MAX_STREAMS, len(os.sched_getaffinity(0)) // 4))

@@ -36,9 +36,9 @@ class Reservation:
     """
 
     def __init__(self, writer: Writer | None, lent: LentBatch) -> None:
-        """Use `Client.reserve` instead. `writer` None: there are no views."""
+        """Use `Client.reserve` instead. If `writer` is None, there are no views."""
         self._lent = lent
-        self._writer = writer if lent.slots else None  # None without views, and after `commit` or `abort`
+        self._writer = writer if lent.slots else None  # None if there are no views, and after `commit` or `abort`
         self.index: npt.NDArray[np.int32] = np.array(lent.positions, np.int32)
         self.views = lent.views
         self.reason = lent.reason
@@ -50,7 +50,8 @@ class Reservation:
         were committed or given back.
 
         Args:
-            timeout_s: How long to wait for the node. The node is asked only if its last answer is older than TRUST_S.
+            timeout_s: How long to wait for the node. The node is asked only if the last request that it answered was
+                sent more than TRUST_S ago.
         """
         deadline_s = deadline_after(timeout_s)
         return self._writer is not None and self._writer.supply.lease_valid(self._lent, deadline_s)

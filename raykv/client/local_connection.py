@@ -70,7 +70,7 @@ class LocalConnection:
                     self.reader = ShmReader(*files, writable=True)
                 self.attached = attached
                 return link, self.reader
-        except BaseException:  # includes interrupts, because no other code closes the link
+        except BaseException:  # an interrupt too: no other code would close the link
             link.close()
             raise
 
@@ -130,7 +130,7 @@ class LocalConnection:
         """Send a request, and wait for its outcome. An outcome that comes after the deadline is passed to `late`."""
         pipeline, keys = self.pipeline, len(getattr(request, "keys", b"")) // KEY_NBYTES
         while True:
-            may_be_broken = pipeline.connected and life is None  # True: the loop may retry on a new connection
+            may_be_broken = pipeline.connected and life is None  # if True, the loop may retry on a new connection
             try:
                 posted = pipeline.post(request, deadline_s=deadline_s, life=life, keys=keys)
             except PeerUnavailable:

@@ -56,7 +56,7 @@ class Parallel:
             begun = [helper for helper in helpers if not helper.cancel()]
             wait(begun)
         for helper in begun:
-            helper.result()  # raises the exception of a bug; a RayKVError is in `results` instead
+            helper.result()  # raises only after a bug: each RayKVError is in `results`
         return {name: results[name] for name in work}
 
     def in_background(self, task: Callable[[], object]) -> None:

@@ -196,7 +196,7 @@ class Pipeline:
                 with self.locked(deadline_s):
                     if self._link is None or posted.life != self.life:
                         break
-                    if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # `wait_ready` waits whole ms
+                    if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # `wait_ready` rounds up to ms
                         self._collect_locked()
                         continue
             except PeerUnavailable:

@@ -254,7 +254,7 @@ class Router:
         )
         unknown, view = np.arange(count), View()
         while len(unknown) and time.monotonic() < deadline_s and self.view(deadline_s).epoch > view.epoch:
-            view = self._view  # if an answer shows that there is a newer view, the loop asks its owners
+            view = self._view  # an answer may show that there is a newer view; the loop then asks the new owners
             shares = {owner: unknown[share] for owner, share in view.ring.shares(keys[unknown]).items()}
             work = {
                 owner: partial(self.ask_owner, owner, keys[share], group, deadline_s) for owner, share in shares.items()

@@ -15,8 +15,8 @@ MAX_POOL_SHARE: Final = 16
 POOL_IDLE_S: Final = 5.0
 """If no put uses a pool for this long, the pool's slots are given back to the node."""
 TRUST_S: Final = QUARANTINE_S / 4
-"""A writer may start to write to a lent slot if the node has answered a request that the writer sent less than TRUST_S
-ago. Otherwise the writer must first get another answer. If the node dies right after an answer, no slot is reused for
+"""When the node has answered a request, the writer may start to write to lent slots until TRUST_S after it sent the
+request. Later, the writer must first get another answer. If the node dies right after an answer, no slot is reused for
 QUARANTINE_S. So a writer that starts in time has at least QUARANTINE_S - TRUST_S to write."""
 
 Slot = tuple[int, int]
@@ -53,8 +53,8 @@ class SlotPool:
     def pop_surplus(self, idle_since_s: float) -> list[Slot]:
         """Remove the slots that the pool does not need, and return them.
 
-        If the pool was not used since `idle_since_s` and no slots are coming, remove all slots. Otherwise leave `most`
-        slots.
+        If the pool was not used since `idle_since_s` and no slots are coming, remove all slots. Otherwise leave at most
+        `most` slots in the pool.
         """
         if self.used_at_s < idle_since_s and not self.coming:
             self.wanted = 0
@@ -68,8 +68,8 @@ class SlotPool:
     def lacking(self) -> int:
         """Return how many slots to request in advance.
 
-        If `slots` and `coming` together have more than half of `wanted`, the result is 0. Otherwise this method doubles
-        `wanted`, so that a busy pool needs few requests, and returns how many slots are lacking.
+        The result is 0 if `slots` and `coming` together are more than half of `wanted`. Otherwise this method first
+        doubles `wanted`, so that a busy pool needs few requests. Then it returns how many slots are lacking.
         """
         have = len(self.slots) + self.coming
         if 2 * have > self.wanted:

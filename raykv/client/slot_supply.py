@@ -40,8 +40,8 @@ class SlotSupply:
     def pop(self, lent: LentBatch, count: int, deadline_s: float) -> None:
         """Move up to `count` slots from the pool for `lent.batch` to `lent`.
 
-        If there are fewer slots, `lent.reason` says why. This method waits only if the pool has too few slots, or if
-        the node's last answer is older than TRUST_S.
+        If fewer than `count` slots are moved, `lent.reason` says why. This method waits only if the pool has too few
+        slots, or if the last answered request was sent more than TRUST_S ago.
 
         Raises:
             PeerUnavailable: The node does not answer.
@@ -78,7 +78,7 @@ class SlotSupply:
         """Connect, and return the pool for a quota group and a chunk size. A new connection begins without slots."""
         pipeline = self.pipeline
         pipeline.collect_arrived_locked()
-        self._give_back_surplus_locked()  # before `connect_locked`, because a failed send drops the connection
+        self._give_back_surplus_locked()  # before `connect_locked`, which reconnects if this send fails
         pipeline.connect_locked(deadline_s)
         if self._life != pipeline.life:
             self._life, self._pools, self._requests, self.opened = pipeline.life, {}, {}, set()
@@ -89,7 +89,7 @@ class SlotSupply:
         return pool
 
     def _move_locked(self, pool: SlotPool, lent: LentBatch, count: int) -> bool:
-        """Move `count` slots to `lent`. If `lent.reason` is set already, fewer slots are enough.
+        """Move `count` slots to `lent`. If `lent.reason` already says why slots are lacking, move as many as there are.
 
         Returns:
             False: no slot was moved, and the caller must ask the node first.
@@ -153,8 +153,8 @@ class SlotSupply:
     def put_back_locked(self, lent: LentBatch, slots: Sequence[Slot]) -> None:
         """Put unused slots back into their pool, unless their lease has ended.
 
-        Also subtract `lent.ahead` from the pool's `coming`, because the commit that requests these slots is answered or
-        was never sent.
+        Also subtract `lent.ahead` from the pool's `coming`: the commit that requested these further slots is answered,
+        or was never sent.
         """
         if lent.pool is not None and lent.life == self.pipeline.life:
             lent.pool.slots += slots
@@ -179,7 +179,8 @@ class SlotSupply:
     def lease_valid(self, lent: LentBatch, deadline_s: float) -> bool:
         """Return whether the caller may write to the slots for the next QUARANTINE_S - TRUST_S seconds.
 
-        If the node's last answer is older than TRUST_S, the node is asked. Without an answer the result is False.
+        If the last answered request was sent more than TRUST_S ago, the node is asked again. Without an answer, the
+        result is False.
         """
         pipeline, life = self.pipeline, lent.life
         probe = messages.Lend(lent.batch.nbytes, 0, group=lent.group.digest)

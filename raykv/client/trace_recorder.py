@@ -11,7 +11,7 @@ from raykv.types import KeyArray
 
 SEND_S: Final = 0.2
 SEND_KEYS: Final = 1 << 14
-"""`record` sends all collected requests if the last send was SEND_S ago, or if the requests have SEND_KEYS keys."""
+"""`record` sends all collected requests if the last send was SEND_S ago, or if SEND_KEYS keys are collected."""
 
 
 class TraceRecorder:

@@ -31,8 +31,8 @@ WhyReason: TypeAlias = Literal[
 
 Derive: TypeAlias = Callable[[Namespace, Sequence[int]], list[bytes | None]]
 """A function that derives keys of chunks under a namespace. Its arguments are the namespace, and the positions of the
-chunks in the call of `Client.why`, in rising order. It returns a 16-byte key for each position; None: the chunk has no
-key under the namespace."""
+chunks in the call of `Client.why`, in rising order. For each position, the function returns a 16-byte key, or None if
+the chunk has no key under the namespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class Why:
 class PromptKeys:
     """Derives the keys of a prompt's chunks under several namespaces. Each key is derived only once.
 
-    Another namespace may cut the prompt into chunks of another size. Then this class derives the key of that chunk
-    of the other namespace that contains the given chunk's last token.
+    The chunks of another namespace may have another size. In this case, a given chunk gets the key of the chunk of the
+    other namespace that contains the given chunk's last token.
     """
 
     def __init__(self, tokens: npt.NDArray[np.integer[Any]], chunk_tokens: int) -> None:
@@ -234,7 +234,7 @@ def _alike(namespace: Namespace, texts: Collection[str]) -> list[Namespace]:
     """List other namespaces under which the same tokens may be stored, the most similar first.
 
     `texts` are the fields of the quota groups in use, as JSON. A quota group has no salt and no adapter. So each group
-    is tried with and without the salt of `namespace`, and with and without its adapter.
+    is tried with and without the salt of `namespace`, and with and without the adapter of `namespace`.
     """
     groups = [namespace.group, *map(Namespace.model_validate_json, sorted(texts))]
     made = {
@@ -248,7 +248,7 @@ def _alike(namespace: Namespace, texts: Collection[str]) -> list[Namespace]:
 
 
 def _with_failure(why: Why, failure: ReadFailure | None, now_s: float) -> Why:
-    """Return the read failure as a Why. Return `why` if there is no failure, or if the chunk was removed later."""
+    """Return the read failure as a Why. If there was none, or the chunk was removed after the failure, return `why`."""
     if failure is None:
         return why
     ago_s = now_s - failure.when_s

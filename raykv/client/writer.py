@@ -200,8 +200,8 @@ class Writer:
         """Wait for the outcomes of all sent commits.
 
         Returns:
-            True: outcomes have arrived, so a new lookup may find more chunks. False: no commit was unanswered, or
-            outcomes are still lacking at the deadline.
+            True: outcomes have arrived, so a new lookup may find more chunks. False: all commits had an outcome before
+            this call, or some have no outcome by the deadline.
         """
         return bool(self._unanswered) and self.pipeline.wait_all(deadline_s)
 
