@@ -44,7 +44,7 @@ class EmbeddedCluster:
         return number
 
     def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> "Client":
-        """Make a client that connects to node number `node`, and shares its host. `config`: fields of ClientConfig."""
+        """Make a client on the host of node number `node`, connected to this node. `config`: fields of ClientConfig."""
         from raykv.client.client import Client
         from raykv.client.router import Router
 

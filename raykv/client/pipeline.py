@@ -196,7 +196,8 @@ class Pipeline:
                 with self.locked(deadline_s):
                     if self._link is None or posted.life != self.life:
                         break
-                    if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # `wait_ready` rounds up to ms
+                    # `wait_ready` rounds its time-out up to whole milliseconds, so near the deadline it must not wait.
+                    if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):
                         self._collect_locked()
                         continue
             except PeerUnavailable:

@@ -33,7 +33,8 @@ RETRY_ROOM_S: Final = ABANDONED_S / 10
 UNOWNED_S: Final = 5.0
 """`NodeActor.stop` waits at most this long for a node's process to end. A process that still runs keeps its memory."""
 NODE_ID_LENGTH: Final = 16
-"""A node's name is the first 16 of the 56 characters of Ray's node id, because the path of a socket must be short."""
+"""A node's name is the first 16 of the 56 characters of Ray's node id. The name is part of a socket's path, and such a
+path must be short."""
 
 
 def directory_name(cluster: str) -> str:
@@ -172,9 +173,9 @@ class RayMembership:
 class NodeActor:
     """Runs the raykv node of one Ray node in a child process; see `raykv.supervisor.handle`.
 
-    If the node cannot run with its config on this host, for example because of too little memory, the actor runs
-    without a node, and `describe` returns the reason. When memory of dead nodes is removed from the host, the actor
-    restarts and tries again.
+    The node may be unable to run with its config on this host, for example because of too little memory. Then the actor
+    runs without a node, and `describe` returns the reason. After the actor has removed memory of dead nodes from the
+    host, it restarts and tries again.
     """
 
     def __init__(self, cluster: ClusterConfig, secret: bytes) -> None:
@@ -249,7 +250,7 @@ class NodeActor:
     def _await_room(self) -> None:
         """Repeatedly try to remove memory of dead nodes. After a success, end this process, so Ray restarts the actor.
 
-        This is needed because a Ray node that restarts gets a new id, while the memory of its earlier raykv node still
+        A Ray node that restarts gets a new id. So the memory of its earlier raykv node is not used again, and still
         occupies the host.
         """
         while not self._stopping.wait(RETRY_ROOM_S):

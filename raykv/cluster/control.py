@@ -195,7 +195,7 @@ def _is_directory_back(old_pid: int, found: dict[str, Any]) -> bool:
 
 
 def _wait_until(is_ready: Callable[[dict[str, Any]], bool], name: str, until_s: float) -> dict[str, Any]:
-    """Return the cluster's status as soon as `is_ready` is true for the status. After `until_s`, raise PeerUnavailable.
+    """Return the cluster's status once `is_ready` accepts the status. After `until_s`, raise PeerUnavailable.
 
     `until_s` is a time of the monotonic clock.
     """

@@ -10,7 +10,7 @@ from raykv.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SLOT_ALIGNMENT_NBYTES = 4096
-"""Each slot starts at a multiple of this page size, so that direct I/O and memory registration need no copy."""
+"""Slots start at multiples of this many bytes (one page), so that direct I/O and memory registration need no copy."""
 
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 

@@ -64,7 +64,7 @@ class Policy(ABC):
         return [count]
 
     def second_chance(self, columns: Columns, rows: Rows, now: int) -> Bits:
-        """Return which of these victims must not be evicted yet. Give these victims another score or queue."""
+        """Return which of these victims must not be evicted yet. An override also changes their score or queue."""
         return np.zeros(len(rows), np.bool_)
 
     def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:  # noqa: B027 - optional
@@ -104,7 +104,10 @@ def key_numbers(columns: Columns, rows: Rows) -> list[int]:
 def single_order(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Order:
-    """Combine all queues and ranks into one order. Within a rank, the victims according to `shares` come first."""
+    """Combine all queues and ranks into one order.
+
+    Within a rank, the rows that `shares` takes from each queue come first: those with the lowest scores of the queue.
+    """
     ranked = ranks if ranks is not None and ranks(candidates, now).any() else None
     if policy.queues == 1 and ranked is None:
         return lambda rows: policy.score(columns, rows, now)
@@ -187,7 +190,7 @@ def _from_all(columns: Columns, candidates: Rows, count: int, order: Order, *, l
 def _from_sample(columns: Columns, candidates: Rows, count: int, order: Order, may_go: MayGo) -> Rows:
     """Choose rows without children from the sample, in order.
 
-    When all children of a row are chosen and `may_go` permits the row, it becomes a candidate, even outside the sample.
+    A parent, even one outside the sample, becomes a candidate when all its children are chosen and `may_go` permits it.
     """
     leaves = candidates[columns.children[candidates] == 0]
     leaves = lowest(columns, leaves, order(leaves), min(count, len(leaves)))
@@ -227,8 +230,8 @@ def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Ro
 def _leaves_first(columns: Columns, chosen: Rows) -> Rows:
     """Return `chosen` without the rows that have a descendant outside `chosen`. Each row comes after its descendants.
 
-    Rows are sorted by place. The place of a row is the highest index that the row or a descendant has in `chosen`. The
-    passes copy places to ancestors 1, 2, 4, ... levels above, so few passes are enough for a very long chain.
+    The place of a row is the highest index in `chosen` of the row and its descendants. The result is sorted by place.
+    Each pass copies places to ancestors: 1 level up, then 2, then 4, and so on. So even a long chain needs few passes.
     """
     outside = len(chosen)
     by_row, parents = np.argsort(chosen), live_parents(columns, chosen)

@@ -28,8 +28,8 @@ LEVELS: Final = 64
 """Counts above LEVELS - 1 are treated as LEVELS - 1."""
 GHOSTS_SHARE: Final = 8
 GHOSTS_MOST: Final = 1 << 18
-"""Ghosts are evicted chunks that the policy remembers: at most GHOSTS_SHARE per chunk in the cache, and at most
-GHOSTS_MOST in total."""
+"""Ghosts are evicted chunks that the policy remembers. Their limit is GHOSTS_SHARE per chunk in the cache, and
+GHOSTS_MOST in total. With more than OBSERVE_LEAST ghosts above the limit, the oldest are dropped down to the limit."""
 GHOSTS_OBSERVE_SHARE: Final = 4
 """When 1/GHOSTS_OBSERVE_SHARE of the ghosts is new, the policy records for all ghosts how long they were not read."""
 OBSERVE_SHARE: Final = 32
@@ -51,16 +51,16 @@ _ROW: Final = np.dtype(
         ("kind", "<i4"),  # the class, with 0 for the feature "often"; a class is a number (see `Hazards`)
         ("turn", "<i4"),  # number of the turn in its conversation; see `HitDensity._place`
         ("place", "<i4"),  # position of the chunk in its turn
-        ("earlier", "<u4"),  # number of reads before the chunk was evicted and stored again
+        ("earlier", "<u4"),  # reads before the last eviction, plus 1 for the return; 0 for a new chunk
         ("weight", "<f8"),  # 1 / number of chunks stored together
         ("last_read", "<u4"),  # `accessed` at the last check
         ("reads", "<u4"),  # `frequency` at the last check
-        ("observed", "<u4"),  # time of the last check
+        ("observed", "<u4"),  # tick of the last check
     ]
 )
 
 _Ghost = tuple[int, int, int, int, float]
-"""An evicted chunk: time of its last read, time of its last check, its class, number of reads, weight."""
+"""An evicted chunk: tick of its last read, tick of its last check, its class, number of reads, weight."""
 
 
 class HitDensity(Policy):
@@ -170,10 +170,10 @@ class HitDensity(Policy):
         return digits
 
     def _place(self, columns: Columns, rows: list[int], parents: list[int]) -> Integers:
-        """Set `turn` and `place` of new rows. Returns for each row how many chunks were stored together with its chunk.
+        """Set `turn` and `place` of new rows. Returns for each row how many chunks were stored together.
 
-        The chunk itself is included. A turn is one request of a conversation. A chunk begins a new turn if its parent
-        was stored earlier and has been read, because the chunk then belongs to a later request.
+        This number includes the row's own chunk. A turn is one request of a conversation. A chunk begins a new turn if
+        its parent was stored earlier and has been read, because the chunk then belongs to a later request.
         """
         turns, places, earlier = self._rows["turn"], self._rows["place"], self._rows["earlier"]
         new = dict.fromkeys(rows, 0)

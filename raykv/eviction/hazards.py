@@ -17,8 +17,8 @@ AT_ONCE: Final = 1 << 14
 """Observations are buffered. They are counted when the counts are needed, or when there are this many observations."""
 LEVEL: Final = 2.0
 BELIEF: Final = 4.0
-"""The prior is that a class behaves like similar classes. The prior has the weight of LEVEL reads for a whole class,
-and of BELIEF reads for one bucket of a class."""
+"""The prior is that a class behaves like similar classes. For the rate of a whole class, the prior counts as
+much as LEVEL reads. For the rate of one bucket of a class, the prior counts as much as BELIEF reads."""
 
 _EDGES: Final = np.concatenate([[0.0], 2.0 ** (np.arange(AGES) / 2)])
 _WIDTHS: Final = np.diff(_EDGES)
@@ -29,8 +29,8 @@ class Hazards:
     """Counts how often chunks of a class are read, by the time since their last read (their age).
 
     A class is a number. Each digit of the number is a feature. The feature that predicts reads best is the first digit.
-    A class with few observations is assumed to behave like all classes that differ only in the last digit. If these
-    classes have few observations too, the last two digits are ignored, and so on.
+    If a class has few observations, the policy assumes that it behaves like all classes with the same digits except
+    the last. If these classes have few observations too, the last two digits are ignored, and so on.
 
     Attributes:
         seen: Sum of the weights of all reads. `fade` halves this sum.
@@ -42,7 +42,7 @@ class Hazards:
         self._reads = np.zeros((self.classes, AGES))
         # An interval is a range of ages in which a chunk was not read; see `add_unread`.
         self._ticks = np.zeros((self.classes, AGES))  # observed ticks in the first and last bucket of each interval
-        # For each bucket: number of intervals that cover the whole bucket, minus this number for the previous bucket.
+        # For each bucket: number of intervals that cover the whole bucket, minus the same number for the bucket before.
         self._whole = np.zeros((self.classes, AGES + 1))
         self._new_reads: list[tuple[Integers, Integers, Floats]] = []
         self._new_intervals: list[tuple[Integers, Integers, Integers, Floats]] = []
@@ -129,11 +129,11 @@ def scale(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Floats:
 
 
 def density(chance: Floats) -> Floats:
-    """Return the best ratio of expected hits to expected ticks in memory, by age bucket. Shape [n, ages + 1].
+    """Return for each age bucket the best ratio of expected hits to expected ticks in memory. Shape [n, ages + 1].
 
-    Suppose that a chunk stays in memory until its next read, but at most until it reaches the age A. The cost is the
-    time in memory. The gain is one hit if the chunk is read in this time. The result is the best ratio of gain to cost
-    over all A.
+    Suppose that a chunk stays in memory until its next read, or until it reaches an age A without a read. The cost is
+    the time in memory. The gain is one hit if the chunk is read in this time. The result is the ratio of gain to cost
+    for the best A.
 
     Source: the Gittins index; also the hit density of EHC and LHD (Beckmann, Chen and Cidon, NSDI 2018).
     """

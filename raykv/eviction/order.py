@@ -11,7 +11,7 @@ from raykv.types import Bits, Rows
 
 RESCORE_SHARE: Final = 256
 RESCORE_LEAST: Final = 16
-"""If scores change with time, all rows are scored again after n victims. n is the number of rows divided by
+"""If scores change with time, all rows are scored again after every n victims. Here n is the number of rows divided by
 RESCORE_SHARE, but at least RESCORE_LEAST."""
 
 
@@ -46,7 +46,7 @@ class EvictionOrder:
         self._push(rows, now)
 
     def on_read(self, rows: Rows, now: int) -> None:
-        """After reads of these rows, move each row to the queue that the policy now assigns to it."""
+        """Move each of these rows to the queue that the policy now assigns to the row."""
         if len(self._sizes) == 1:
             return
         moved = []
@@ -123,7 +123,7 @@ class EvictionOrder:
     def _rescore(self, now: int, count: int) -> None:
         """Score all evictable rows, and fill the heaps again.
 
-        If there is only one heap, it gets only the `count` lowest rows.
+        If the policy has only one queue, its heap gets only the `count` rows with the lowest scores.
         """
         rows = np.flatnonzero(self._here).astype(np.int32)
         self._until_rescore = max(RESCORE_LEAST, len(rows) // RESCORE_SHARE)
