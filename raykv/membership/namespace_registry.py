@@ -1,7 +1,7 @@
 """The list of namespaces that were configured or dropped. The directory holds it, and every node has a copy.
 
-The list is a last-writer-wins map with a version. Copies may differ after a node or the directory was unreachable, and
-after it lost its copy. A merge makes the copies equal again.
+The list is a last-writer-wins map with a version. Copies may differ after a node or the directory was unreachable or
+lost its copy. A merge makes the copies equal again.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,8 +14,8 @@ from raykv.errors import CapacityError, UsageError
 from raykv.protocol.namespace import Namespace
 
 MAX_ENTRIES: Final = 1024
-"""The list has at most this many configured namespaces, and refuses further ones. Dropped namespaces stay in the list,
-so that nodes that were unreachable learn of the drops. At most this many of them stay: the oldest is removed first."""
+"""The list has at most this many configured namespaces, and refuses further ones. The list also has at most this many
+dropped namespaces, so that unreachable nodes learn of the drops later. The oldest drop is removed first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class NamespaceRegistry:
     """One copy of the list of namespaces.
 
     Attributes:
-        version: Grows with every change of the directory's copy. A node's copy has the version of the last copy that
-            the node received from the directory.
+        version: Every change of the directory's copy increases this number. A node's copy has the number that the node
+            last received from the directory.
         entries: Maps the digest of each quota group to its entry.
     """
 
@@ -101,7 +101,7 @@ class NamespaceRegistry:
         """Return the entries that this copy must take over from another copy."""
         found = []
         dropped = self._dropped()
-        trimmed = dropped[-MAX_ENTRIES] if len(dropped) >= MAX_ENTRIES else None  # `trim` removes all older drops
+        trimmed = dropped[-MAX_ENTRIES] if len(dropped) >= MAX_ENTRIES else None  # `trim` removes drops older than this
         for digest, theirs in other.entries.items():
             mine = self.entries.get(digest)
             if mine is None:
@@ -115,8 +115,8 @@ class NamespaceRegistry:
     def merge(self, other: "NamespaceRegistry") -> None:
         """Merge a node's copy into this copy.
 
-        If the node's copy lacks an entry of the result, this copy gets a version above the node's. Therefore the
-        directory then sends this copy to the node.
+        If the merged list has an entry that the node's copy lacks, this copy gets a higher version than the node's
+        copy. Then the directory sends the merged list to the node.
         """
         for entry in self.newer(other):
             self.entries[entry.namespace.digest] = entry

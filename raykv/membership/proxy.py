@@ -1,7 +1,7 @@
 """A proxy through which a node without Ray calls the directory.
 
-The proxy server runs in the process that supervises the node. It listens on the loopback interface and serves only this
-node, which must prove that it knows the cluster's secret.
+The proxy server runs in the process that supervises the node, and listens on the loopback interface. The server serves
+only this node. The node must prove that it knows the cluster's secret.
 """
 
 import time

@@ -88,8 +88,8 @@ class SharedMemory:
     def populate(self, offset: int, nbytes: int, *, hurry: bool = False) -> bool:
         """Allocate real memory for a part of the file, so that a later access cannot kill this process with SIGBUS.
 
-        Takes huge pages if `huge_pages` allows them and the kernel has some. Other threads may use the part during the
-        call, and the GIL is released. A second call for the same part replaces small pages by huge pages, if possible.
+        Takes huge pages if `huge_pages` allows them and the kernel has some. The call releases the GIL. Other threads
+        may use the part meanwhile. A second call for the same part replaces small pages by huge pages, if possible.
 
         Args:
             offset: Start of the part, in bytes.
@@ -131,11 +131,11 @@ class SharedMemory:
         """
         found = os.fstatvfs(self._fd)
         if self.huge_pages == "never" or (found.f_blocks and found.f_bavail * found.f_frsize < nbytes):
-            return False  # if the room is too small, the caller's `posix_fallocate` will fail and take no memory
+            return False  # with too little room, the caller's `posix_fallocate` fails and takes no memory
         block = pages.huge_nbytes()
         for number in range(-(-offset // block), (offset + nbytes) // block):
             if not self._huge_blocks[number] and not pages.collapse(self.address, self._fd, number * block):
-                return False  # the kernel has no more huge pages, and each further try may cost it a long search
+                return False  # the kernel has no more huge pages, and each further try may be a long search
             self._huge_blocks[number] = 1
         return True
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 STREAM_NBYTES: Final = 512 << 10
-"""The copy of a batch of at least this size bypasses the CPU cache, which would evict the bytes before their use."""
+"""A batch of at least this many bytes is copied past the CPU cache, which would evict the bytes before their use."""
 TINY_NBYTES: Final = 240
 """For up to this many bytes, xxh3 uses an algorithm that the compiled loops do not implement."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
@@ -110,8 +110,8 @@ def default_copy_threads() -> int:
 class CopyThreads:
     """Threads that help the caller copy one large batch. Thread-safe. Usable after a fork.
 
-    The caller's thread copies together with them, and copies more if one of them wakes late or is busy with another
-    batch. When a call has returned or raised, no thread copies for that call any more.
+    The caller's thread copies too. It copies more if a helper wakes late or is busy with another batch. When a call has
+    returned or raised, no thread copies for that call any more.
 
     Attributes:
         count: Number of threads that copy one batch, the caller's thread included.

@@ -43,7 +43,7 @@ def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
 
 
 def meminfo(root: Path = Path("/")) -> dict[str, int]:
-    """Return each entry of /proc/meminfo times 1024: this is in bytes, except for entries that are counts."""
+    """Return the entries of /proc/meminfo, converted from KiB to bytes. Counts of pages are multiplied by 1024 too."""
     lines = [line.partition(":") for line in lines_of(root / "proc/meminfo")]
     return {name: int(rest.split()[0]) << 10 for name, _, rest in lines if rest.split()}
 

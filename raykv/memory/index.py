@@ -66,7 +66,7 @@ class HashIndex:
     def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Return the row of each key, and the row's generation.
 
-        The row is -1 unless the index has a ready chunk with this key that is not expired at tick `now`. Raises
+        The row is -1 if the index has no ready chunk with this key, or if that chunk is expired at tick `now`. Raises
         LostError like `find`.
         """
         return self._lookup(keys, now)
@@ -175,9 +175,9 @@ class HashIndex:
     def rebuild_index(self, rows: Rows) -> None:
         """Fill the other copy of the index with `rows`, then switch to that copy.
 
-        A lookup during the rebuild finds all rows, unless the lookup began before the previous rebuild. If there is no
-        memory for the other copy, the copy in use is cleared and filled again. In that case lookups may miss rows until
-        the rebuild ends.
+        Lookups during the rebuild find all rows in the copy in use. Only a lookup that began before the previous
+        rebuild may miss rows. If there is no memory for the other copy, the copy in use is cleared and filled again.
+        In that case all lookups may miss rows until the rebuild ends.
         """
         number = 1 - self.active[0]
         if not self._populate_copy(number):

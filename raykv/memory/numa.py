@@ -1,8 +1,8 @@
 """Takes memory from all NUMA nodes of a host.
 
 The extents of an arena take memory from the NUMA nodes in turn, so a half-full arena uses all nodes equally. The memory
-policy is "preferred", not "bind". When the chosen node is full, the kernel takes pages from another node. With "bind",
-the kernel would then kill a process.
+policy is "preferred", not "bind". If the chosen node is full, the kernel takes pages from another node. With the policy
+"bind", the kernel would kill a process instead.
 """
 
 import os
@@ -18,7 +18,7 @@ from raykv.memory.pages import syscall_error
 MPOL_DEFAULT: Final = 0
 MPOL_PREFERRED: Final = 1
 MAX_NODES: Final = 1024
-_SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}  # numbers of the system call
+_SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}  # number of the system call on each machine type
 
 
 def usable_nodes(root: Path = Path("/")) -> tuple[int, ...]:

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 AHEAD_NBYTES: Final = 256 << 20
 AHEAD_SHARE: Final = 8
-"""Free extents are populated in advance until the populated ones among them have this many bytes in total: the smaller
-of AHEAD_NBYTES and 1/AHEAD_SHARE of the arena."""
+"""Extents are populated in advance until the free populated extents have this many bytes in total: AHEAD_NBYTES or
+1/AHEAD_SHARE of the arena, whichever is smaller."""
 AHEAD_ROWS: Final = 1 << 18
 """This many free rows are populated in advance."""
 

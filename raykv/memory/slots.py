@@ -72,7 +72,7 @@ class Slots:
     """
 
     def __init__(self, extent_slots: npt.NDArray[np.uint32], extent_nbytes: int) -> None:
-        """Start with all slots unused. Then call `enter` for all rows that have slots, and `open_extents` last.
+        """Start with all slots unused. The caller then calls `enter` for all rows with slots, and `open_extents` last.
 
         Args:
             extent_slots: The slot size of each extent: the array in the chunk table. This object changes the array.
@@ -83,10 +83,10 @@ class Slots:
         self.populate: Callable[[int], bool] = lambda extent: False
         self._extent_pages = extent_nbytes // SLOT_ALIGNMENT_NBYTES
         self.free_nbytes = extents * extent_nbytes
-        self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # by slot number: row + 1; 0: slot is free
-        self._used = np.zeros(extents, np.int64)  # by extent: number of used slots
-        self._open: dict[int, dict[int, None]] = {}  # by slot size: extents with used and free slots
-        self._free: dict[int, int] = {}  # by slot size: number of free slots in the extents of `_open`
+        self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # row + 1 of each slot; 0 if the slot is free
+        self._used = np.zeros(extents, np.int64)  # number of used slots in each extent
+        self._open: dict[int, dict[int, None]] = {}  # maps a slot size to extents with used and free slots
+        self._free: dict[int, int] = {}  # maps a slot size to the number of free slots in `_open`
         self._populated: deque[int] = deque()  # free extents, the most recently used one last
         self._unpopulated: dict[int, None] = {}
         self._failed: dict[int, None] = {}
@@ -102,7 +102,7 @@ class Slots:
         return not taken and bool((self._row_at[places.numbers] == entries).all())
 
     def open_extents(self) -> None:
-        """Find the free slots and the free extents. First call `enter` for all rows that have slots."""
+        """Find the free slots and the free extents. Call `enter` for all rows that have slots before this."""
         for extent, (size, used) in enumerate(zip(self._extent_slots.tolist(), self._used.tolist(), strict=True)):
             if used:
                 self._serve(extent, size)
@@ -206,7 +206,7 @@ class Slots:
         return len(self._populated) * self._extent_nbytes
 
     def next_without_memory(self, *, failed: bool) -> int:
-        """Return an unpopulated extent. If there is none, return a failed extent if `failed` is True, or else -1."""
+        """Return an unpopulated extent, else a failed extent if `failed` is True, else -1."""
         return next(chain(self._unpopulated, self._failed if failed else ()), -1)
 
     def mark_populated(self, extent: int) -> bool:
