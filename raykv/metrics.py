@@ -46,7 +46,7 @@ class Histogram:
         return counts
 
     def summary(self) -> dict[str, float]:
-        """Return the number of durations, and if it is not 0, upper bounds of p50 and p99 in microseconds."""
+        """Return the number of durations. If there are any, also return upper bounds of p50 and p99 in microseconds."""
         sums = list(accumulate(self.counts))
         found = {"count": float(sums[-1])}
         if sums[-1]:
@@ -84,7 +84,7 @@ class ClientMetrics:
             absent: 16-byte keys that were missed for an unknown reason. The next report looks up the reasons.
 
         Returns:
-            Whether the caller must report now, because the first unreported miss was counted REPORT_S ago or earlier.
+            True if the first unreported miss is at least REPORT_S seconds old. Then the caller must report now.
         """
         with self._lock:
             self._misses.update(reasons)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 STREAM_NBYTES: Final = 512 << 10
-"""A batch of at least this many bytes is copied past the CPU cache, which would evict the bytes before their use."""
+"""Copying a batch of at least this many bytes bypasses the CPU cache: the cache would evict the bytes before use."""
 TINY_NBYTES: Final = 240
 """For up to this many bytes, xxh3 uses an algorithm that the compiled loops do not implement."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10

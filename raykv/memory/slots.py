@@ -102,7 +102,7 @@ class Slots:
         return not taken and bool((self._row_at[places.numbers] == entries).all())
 
     def open_extents(self) -> None:
-        """Find the free slots and the free extents. Call `enter` for all rows that have slots before this."""
+        """Find the free slots and the free extents. Call this after the calls of `enter` for all rows with slots."""
         for extent, (size, used) in enumerate(zip(self._extent_slots.tolist(), self._used.tolist(), strict=True)):
             if used:
                 self._serve(extent, size)

@@ -18,7 +18,7 @@ from raykv.protocol.messages import MAX_HOLDERS, Located
 from raykv.types import Bits, KeyArray, NodeId
 
 MAX_SHARED: Final = 1 << 16
-"""Largest size of the table through which keys share `Location` objects. `LocationIndex` clears a larger table."""
+"""Keys share `Location` objects through a table. If the table has more entries than this, `LocationIndex` clears it."""
 
 
 class Location(NamedTuple):
@@ -41,7 +41,7 @@ class Location(NamedTuple):
         return Location(holders, (*others, node_id) if below else others, nbytes)
 
     def within(self, nodes: frozenset[NodeId]) -> "Location":
-        """Return a copy without the holders that are not in `nodes`."""
+        """Return a copy that has only those holders that are in `nodes`."""
         holders, below = (tuple(holder for holder in some if holder in nodes) for some in (self.holders, self.below))
         return Location(holders, below, self.nbytes)
 
@@ -99,7 +99,7 @@ class LocationIndex:
         return list(map(self._locations.get, _split(keys), repeat(UNKNOWN)))
 
     def follow_view(self, *, nodes: frozenset[NodeId], owned: Callable[[KeyArray], Bits]) -> None:
-        """Drop holders that are not in `nodes`, and keys for which `owned` returns False."""
+        """Keep only the holders in `nodes`, and only the keys for which `owned` returns True."""
         with self._lock:
             if not self._locations:
                 return

@@ -59,7 +59,7 @@ class NamespaceReconciler:
         self.registry = NamespaceRegistry()
         for path in paths:
             self._load(path)
-        self.registry.version = min(self.registry.version, 1)  # so low that the directory sends its list
+        self.registry.version = min(self.registry.version, 1)  # a version this low makes the directory send its list
         for entry in self.registry.entries.values():
             self._configure(entry)
 
@@ -76,7 +76,7 @@ class NamespaceReconciler:
                 self.registry.entries = {**self.registry.entries, digest: entry}
             self.registry.trim()
             self.registry.version = max(self.registry.version, theirs.version)
-            self._save()  # last, so that a node that dies before this line repeats the drops after its restart
+            self._save()  # saved last, so that a node that dies before this line repeats the drops after its restart
         self._changed()
 
     def dropped_chunks(self, digest: bytes) -> int:
@@ -86,7 +86,7 @@ class NamespaceReconciler:
     def list(self) -> dict[str, dict[str, Any]]:
         """Return the config and the counters of each quota group. This scans the whole chunk table.
 
-        The keys of the result are the quota groups' fields, as JSON text.
+        Each key of the result is the JSON text of one quota group's fields.
         """
         store, columns = self._store, self._store.table.columns
         evictor = store.evictor

@@ -63,7 +63,7 @@ class Reclaimer:
         self._mover.demote()
         with self._lock:
             # The chunks to evict next are pinned while a tier copies them. Eviction waits until the copy is done,
-            # because otherwise it would evict other chunks.
+            # because eviction would otherwise take other chunks.
             wait = self._mover.demotion.writing and not store.evictor.nearly_full
             more = not wait and store.evict_ahead(now_s=time.monotonic())
         all_of_it = quiet and not self._due.is_set() and has_to_spare(store.config.shm_dir)

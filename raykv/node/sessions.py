@@ -42,12 +42,12 @@ class NodeSession:
             )
 
     def require_pinned(self, rows: Counter[int]) -> None:
-        """Raise UsageError if this connection has fewer pins on a row than the number in `rows` for that row."""
+        """Raise UsageError if `rows` counts more pins on a row than this connection has."""
         if rows - self.pins:
             raise UsageError("rows that are not pinned by this connection")
 
     def close(self) -> None:
-        """End all leases. Lent slots are not reused for QUARANTINE_S, because the peer may still write to them."""
+        """End all leases. For QUARANTINE_S seconds no lent slot is reused, because the peer may still write to it."""
         if self._stopping.is_set():
             return  # the memory is about to be closed; the node's next process quarantines the lent slots
         with self._lock:

@@ -66,8 +66,8 @@ class Cache:
     def store(self, chunks: list[int], nbytes: list[int], now: int, reads: Mapping[int, int]) -> None:
         """Store the missing chunks of a chain, first to last, until the cache is full.
 
-        `nbytes` has the number of tokens of each chunk, which serves as the chunk's size here. `reads` maps each chunk
-        that was read from the SSD to its number of reads.
+        `nbytes` has the size of each chunk: here this is the number of tokens. `reads` maps each chunk that was read
+        from the SSD to its number of reads.
         """
         cells, row_of, rows, parent = self.cells, self.row_of.data, [], -1
         for chunk, size in zip(chunks, nbytes, strict=True):
@@ -77,7 +77,7 @@ class Cache:
                     break
                 row = self._free.pop()
                 cells.key_lo[row], cells.nbytes[row], cells.state[row] = chunk, size, RowState.READY
-                cells.generation[row] += 1 + cells.generation[row] % 2  # new, because the row holds another chunk
+                cells.generation[row] += 1 + cells.generation[row] % 2  # a new generation for the new chunk
                 cells.inserted[row] = cells.accessed[row] = now
                 cells.frequency[row] = reads.get(chunk, 0)
                 cells.children[row] = 0

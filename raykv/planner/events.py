@@ -23,8 +23,8 @@ import msgspec
 from raykv.errors import UsageError
 
 CONTINUES_S: Final = 2.0
-"""Blocks that extend a request's chain within this time belong to the same request, because its prefill may still
-run."""
+"""Blocks that extend a request's chain within this many seconds belong to the same request, because the prefill of the
+request may still be running."""
 
 Key = Annotated[int, msgspec.Meta(ge=-(1 << 63))] | Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]

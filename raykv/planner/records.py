@@ -51,7 +51,7 @@ class ModelShape:
 
         Args:
             tokens: Number of tokens to compute.
-            attended: For each of these tokens, the number of earlier tokens in the prompt; summed.
+            attended: Number of earlier tokens in the prompt, summed over all tokens to compute.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)
 
@@ -71,7 +71,7 @@ class Record:
         chunks, tokens: Number of chunks and tokens in the prompts of all requests.
         prefix_hits, prefix_hit_ratio: Number of chunks with a prefix hit; the same divided by `chunks`.
         tokens_hit, token_hit_ratio: Number of tokens in these chunks; the same divided by `tokens`.
-        saved_flops, saved_gib: Floating-point operations, and size of keys and values, that prefix hits save.
+        saved_flops, saved_gib: Floating-point operations, and GiB of keys and values, that prefix hits save.
         stored, evicted: Number of chunks stored in memory, and evicted from memory.
         ssd_chunks, ssd_nbytes: Size of the SSD tier. 0: no SSD.
         ssd_hits: Number of chunks with a prefix hit that were read from the SSD.

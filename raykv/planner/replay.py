@@ -25,7 +25,7 @@ class Outcome:
     Attributes:
         prefix_hits: Number of chunks with a prefix hit.
         tokens_hit: Number of tokens in these chunks.
-        attended: For each of these tokens, the number of earlier tokens in the prompt; summed.
+        attended: Number of earlier tokens in the prompt, summed over the `tokens_hit` tokens.
         stored, evicted: Number of chunks stored in memory, and evicted from memory.
         ssd_hits: Number of chunks with a prefix hit that were read from the SSD.
     """

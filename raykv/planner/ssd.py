@@ -34,7 +34,7 @@ class Ssd:
         self._most = max(2, capacity // self._segment)
         self._admission, self._token_nbytes = admission, token_nbytes
         self._segments: deque[list[int]] = deque([[]])
-        self._held: dict[int, tuple[int, int, bool]] = {}  # by chunk: tokens, reads, whether read since its last write
+        self._held: dict[int, tuple[int, int, bool]] = {}  # maps a chunk to (tokens, reads, read since last write)
         self._refused: set[int] = set()  # chunks that were not admitted; `offer` adds one to their number of reads
         self.written = self.moved = self.tokens = 0
 

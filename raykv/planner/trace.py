@@ -33,10 +33,10 @@ class Request:
     """One request of a trace.
 
     Attributes:
-        at_s: Time of arrival.
+        at_s: Time of arrival in seconds.
         chunks: Numbers of the prompt's chunks, first to last.
-        tokens: Length of the prompt.
-        output_tokens: Length of the answer.
+        tokens: Length of the prompt in tokens.
+        output_tokens: Length of the answer in tokens.
     """
 
     at_s: float

@@ -37,7 +37,7 @@ def to_bytes(keys: KeyArray) -> bytes:
 
 
 def unique(keys: KeyArray) -> KeyArray:
-    """Return the keys without duplicates. With `np.unique(keys, axis=0)`, other threads would wait for seconds."""
+    """Return the keys without duplicates. `np.unique(keys, axis=0)` would hold the GIL, so other threads would wait."""
     whole = np.ascontiguousarray(keys).view("V16").ravel()
     return keys[np.unique(whole, return_index=True)[1]]
 

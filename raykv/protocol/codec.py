@@ -69,7 +69,7 @@ def decode_header(header: bytes | bytearray | memoryview) -> Header:
     """Decode the HEADER.size bytes of a header.
 
     Raises:
-        ProtocolError: The header is of another protocol or version, or its length is above the limit.
+        ProtocolError: The header is of another protocol or version, or `length` is above MAX_MESSAGE_NBYTES.
     """
     magic, version, _, epoch, request_id, length = HEADER.unpack(header)
     if magic != MAGIC:

@@ -75,9 +75,9 @@ class Lend(Message):
 class Run(msgspec.Struct, array_like=True):
     """Chunks of one size to be committed together. See `raykv.types.Batch` for the fields that are not listed here.
 
-    `rows` i32, `checksums` u64: one entry for each filled slot. `positions` i32: for each slot, the index in `keys` of
-    its chunk's key. If `positions` is empty, there is one slot for each key, in order. `ahead`: number of slots of this
-    size to lend for later writes. `ttl_s`, `priority`: 0 means the namespace's default.
+    `rows` i32, `checksums` u64: one entry for each filled slot. `positions` i32: for each slot, the index of the
+    chunk's key in `keys`. If `positions` is empty, there is one slot for each key, in order. `ahead`: number of slots
+    of this size to lend for later writes. `ttl_s`, `priority`: 0 means the namespace's default.
     """
 
     keys: bytes
@@ -124,7 +124,7 @@ class Write(Message):
 class Read(Message):
     """Ask for the bytes of chunks. Answer: Reading, and the payload.
 
-    `locate`: the node is the owner of the keys, and must name the holders of the chunks that it does not have itself.
+    `locate`: whether the node, as the owner of the keys, must name the holders of the chunks that it lacks.
     """
 
     keys: bytes
@@ -147,7 +147,7 @@ class Promote(Message):
     """Promote chunks: copy them from the tiers below memory (SSD or file) to memory.
 
     The node reads chunks in batches. It answers after `timeout_s` seconds at the latest, and continues to promote after
-    the answer. Answer: Count of the chunks in all batches with some of these keys, finished or unfinished.
+    the answer. Answer: Count of the chunks in all batches that this request began or joined.
     """
 
     keys: bytes
@@ -163,7 +163,7 @@ class Delete(Message):
 class Suspect(Message):
     """Report chunks that a reader could not get from this node, or whose bytes were wrong.
 
-    The node drops corrupt chunks, and tells owners which of these it still holds. Answer: Count of dropped chunks.
+    The node drops corrupt chunks, and tells owners which reported chunks it still has. Answer: Count of dropped chunks.
     """
 
     keys: bytes
@@ -221,7 +221,7 @@ class Configure(Message):
 
 
 class Adopt(Message):
-    """Adopt a list of namespaces. Answer: Count of the chunks that the last drop of `group` deleted on this node."""
+    """Adopt a list of namespaces. Answer: Count of the copies of chunks that the last drop of `group` deleted here."""
 
     registry: bytes
 
@@ -241,7 +241,7 @@ class RecordTrace(Message):
 
 
 class FetchTrace(Message):
-    """Fetch recorded requests. Refused to other users and hosts. `on`: whether to record from now on. Answer: Trace."""
+    """Fetch recorded requests. Other users and hosts are refused. `on`: whether to record afterwards. Answer: Trace."""
 
     on: bool
 
@@ -282,8 +282,8 @@ class Count(Message):
 class Attached(Message):
     """Name of a node, and paths of its shared-memory files (`table` and `arena`).
 
-    `secret`: the cluster's secret; empty unless the client is a process of our user on this host. `tiers`: whether the
-    node has tiers below memory (SSD or file), from which chunks can be promoted.
+    `secret`: the cluster's secret if the client is a process of the node's user on this host; otherwise empty. `tiers`:
+    whether the node has tiers below memory (SSD or file), from which chunks can be promoted.
     """
 
     node_id: NodeId
@@ -408,10 +408,10 @@ class Trace(Message):
 
 
 class HeartbeatAnswer(Message):
-    """The directory's view and its list of namespaces. Each is None unless it is newer than the node's copy.
+    """The directory's view and its list of namespaces. Each is None if the node's copy is up to date.
 
     `want_view`: the directory wants the node's view, which is newer. `want_registry`: the directory wants the node's
-    list of namespaces, which may have more entries. The node must at once send another heartbeat with these parts.
+    list of namespaces, which may have more entries. The node at once sends the wanted parts in another heartbeat.
     """
 
     view: View | None = None

@@ -15,7 +15,7 @@ from raykv.storage.store import Store
 from raykv.transport.base import Reply
 
 REQUEST_NBYTES: Final = 32
-"""Largest encoded size of one recorded request, without the request's keys."""
+"""Largest encoded size of one recorded request in bytes, without the request's keys."""
 MAX_TRACE_NBYTES: Final = 16 << 20
 """Between two fetches, a node collects at most this many bytes of recorded requests, because all must fit into one
 message. The node drops further requests."""
@@ -48,7 +48,7 @@ class AdminHandler:
     def _configure(self, request: messages.Configure, session: NodeSession) -> Reply:
         fields = {} if request.fields is None else codec.fields(request.fields)
         if isinstance(fields.get("policy"), str):
-            policy(fields["policy"])  # ConfigError if this node lacks the policy; the directory checks other fields
+            policy(fields["policy"])  # raises ConfigError if this node lacks the policy; the directory checks the rest
         request.registry = self._reconciler.registry.encode()
         try:
             registry = self._membership.configure(request)
