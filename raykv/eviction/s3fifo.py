@@ -1,4 +1,4 @@
-"""S3-FIFO: two first-in-first-out queues of chunks, and a queue of the keys of evicted chunks."""
+"""S3-FIFO: two first-in-first-out queues of chunks, and one queue of evicted keys."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ SMALL_SHARE: Final = 10
 READS_TO_STAY: Final = 2
 """After this many reads in the small queue, a chunk moves to the main queue instead of being evicted."""
 MOST_ROUNDS: Final = 3
-"""In the main queue, a chunk gets at most this many second chances without a further read."""
+"""However often it was read, a chunk in the main queue gets at most this many second chances until its next read."""
 
 
 class S3FIFO(Policy):
@@ -34,7 +34,7 @@ class S3FIFO(Policy):
     def __init__(self) -> None:
         self._main = np.zeros(0, np.bool_)
         self._place = np.zeros(0, np.int64)
-        self._counted = np.zeros(0, np.uint32)  # by row: reads that have already given a second chance
+        self._counted = np.zeros(0, np.uint32)  # by row: the number of reads that give no further second chance
         self._ghosts = Ghosts()
         self._held = 0
         self._full = False  # set by the first eviction; until then, chunks beyond queue 0's share go to queue 1

@@ -24,7 +24,7 @@ MAX_RUNS_PER_LAYER: Final = 64
 """A layout is refused if it cuts a block of one layer into more runs than this."""
 MAX_STAGED_CHUNKS: Final = 32
 MAX_STAGED_NBYTES: Final = 256 << 20
-"""Limits of one batch that passes through pinned host memory. A chunk that exceeds them is a batch of its own."""
+"""Limits of one batch of chunks in pinned host memory. A chunk larger than MAX_STAGED_NBYTES is a batch of its own."""
 
 
 def runs_of(name: str, cache: "torch.Tensor", num_blocks: int) -> "list[torch.Tensor]":
@@ -105,7 +105,7 @@ def part_of(name: str, cache: "torch.Tensor", part: tuple[int, int]) -> "torch.T
 
     Args:
         cache: Shape [blocks, heads, tokens, content].
-        part: (Number of the part, number of parts).
+        part: (Index of the part, number of parts).
 
     Raises:
         ConfigError: The heads cannot be divided into this number of parts.
@@ -125,7 +125,7 @@ def part_of(name: str, cache: "torch.Tensor", part: tuple[int, int]) -> "torch.T
 def describe(cache: "torch.Tensor") -> str:
     """Describe one layer's blocks: shape, order of the axes in memory, element type.
 
-    A view of a part of a tensor gets the description of a tensor that has only this part.
+    If `cache` is a view of a part of a tensor, the description is that of a tensor with only this part.
     """
     order = sorted(range(1, cache.dim()), key=lambda axis: (-cache.stride(axis), axis))
     strides = {axis: math.prod(cache.shape[inner] for inner in order[place + 1 :]) for place, axis in enumerate(order)}
@@ -264,8 +264,8 @@ def layout_of(
 
     Args:
         caches: The tensor or tensors of each layer. A state-space layer has several.
-        part: (Number of the part, number of parts). The heads of each layer are divided into equal parts. The layout is
-            that of a cache which has only the heads of this part.
+        part: (Index of the part, number of parts). The heads of each layer are divided into equal parts. The layout
+            contains only the heads of this part.
 
     Raises:
         ConfigError: The layout or the device is not supported.

@@ -1,1 +1,1 @@
-"""Ray Serve: connects each replica to its raykv node, and resumes broken streams."""
+"""Support for Ray Serve: connects each replica to its raykv node, and resumes broken streams."""

@@ -1,7 +1,7 @@
 """Connects each replica of `ray.serve.llm` to the raykv node on the replica's Ray node, before the engine starts.
 
 The replica's process finds the address of the raykv node, because this process can use Ray. The engine's processes
-cannot. They read the address from the connector's configuration.
+cannot use Ray, so they read the address from the connector's configuration.
 """
 
 import time

@@ -44,7 +44,7 @@ class ResumingIngress(OpenAiIngress):
             try:
                 resumption = Resumption(sent) if sent else None
                 async for response in answer:
-                    if not isinstance(response, list):  # no stream was requested: this is the whole answer
+                    if not isinstance(response, list):  # no stream was requested, so this response is the whole answer
                         yield response
                         continue
                     for event in response:

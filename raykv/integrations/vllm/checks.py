@@ -35,8 +35,8 @@ def check_engine(vllm_config: "VllmConfig") -> None:
         ConfigError: The engine is not supported. The message names vLLM's field and a value that works.
     """
     parallel = vllm_config.parallel_config
-    # MultiConnector gives each of its connectors a configuration of its own, but vLLM obeys the policy of
-    # MultiConnector's configuration. This configuration is the current one while vLLM makes a worker's connector.
+    # Inside a MultiConnector, this connector has its own configuration, but vLLM obeys the policy in MultiConnector's.
+    # So both are checked. While vLLM makes a worker's connector, vLLM's current configuration is MultiConnector's.
     for config in (vllm_config, get_current_vllm_config_or_none() or vllm_config):
         transfer = config.kv_transfer_config
         if transfer is not None and transfer.kv_load_failure_policy != "recompute":

@@ -30,7 +30,7 @@ class ConnectorConfig(Model):
         store_tp_size: Number of tensor ranks under which KV is stored. Engines of different tensor_parallel_size share
             KV if each sets this field to the largest of their sizes. It must be a multiple of every size. None: this
             engine's tensor_parallel_size.
-        max_hint_s: Longest time that a hint of a request may last. Longer times are reduced to it. 0: hints are not
+        max_hint_s: A hint of a request lasts at most this long. Longer times are cut to this limit. 0: hints are not
             read.
     """
 

@@ -93,7 +93,7 @@ class _TimedHooks:
 class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
     """Stores the KV that this engine computes, and loads the KV that any engine has stored.
 
-    vLLM makes one connector for its scheduler and one for each worker. It calls only the hooks of the connector's role.
+    vLLM makes one connector for its scheduler and one for each worker. Each gets only the calls for its own role.
 
     Attributes:
         scheduler_side: Set in the scheduler's role only, once vLLM has the handshakes of all workers.
@@ -121,10 +121,10 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: vLLM keeps the output of the running step when it preempts a request.
+        """Return False, so that vLLM keeps the output of the running step when it preempts a request.
 
-        With True, vLLM would drop this output and compute it again, to protect the hand-off. With raykv, a lost save
-        only causes a later miss.
+        With True, vLLM would drop this output and compute it again, so that a hand-off loses no KV. raykv does not need
+        this protection, because a lost save only causes a later miss.
         """
         return False
 
@@ -199,7 +199,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         return False
 
     def reset_cache(self) -> bool:
-        """Begin a private epoch: see `epochs`. Always returns True, because old chunks are not loaded any more."""
+        """Begin a private epoch (see `epochs`), so that no old chunk is loaded. The result is always True."""
         self.scheduler_side.reset()
         return True
 
@@ -268,7 +268,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         return self._worker_namespaces
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Wait for saves of blocks that this step may overwrite. Request slots for this step's saves. Start its loads.
+        """Wait for saves of blocks that this step may overwrite. Request slots for new saves. Start the ordered loads.
 
         vLLM calls this hook first in a step, before any computation.
         """
@@ -342,15 +342,16 @@ def _connect_writer(config: ConnectorConfig, ranks: Sequence[RankCache]) -> rayk
     client = _connect(config, ranks[0].namespace)
     for rank in ranks:
         for chunk_nbytes in {layout.chunk_nbytes for layout in rank.layouts.values()}:
-            client.using(rank.namespace).prepare(chunk_nbytes, 1)  # now, because this takes longer than a step may wait
+            # The slot is requested now, because the request takes longer than a step may wait.
+            client.using(rank.namespace).prepare(chunk_nbytes, 1)
     return client
 
 
 def state_revision(worker: Any, revision: str) -> None:
     """State which revision the weights have since the last reset. Example: `llm.collective_rpc(state_revision, ...)`.
 
-    From one of the next steps on, the engine shares chunks with all engines that have stated this revision, at run time
-    or as `revision` in kv_connector_extra_config. Without a reset before it, the call has no effect.
+    From one of the next steps on, the engine shares chunks with all engines of this revision. The other engines state
+    it by the same call or by `revision` in kv_connector_extra_config. A call without an earlier reset has no effect.
 
     Args:
         worker: The worker in which vLLM makes this call.

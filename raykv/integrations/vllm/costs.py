@@ -49,7 +49,7 @@ class Path:
     def add(self, nbytes: int, began_s: float, ended_s: float) -> None:
         """Record a load that has ended. `nbytes`: the bytes that arrived."""
         took_s = ended_s - began_s
-        if nbytes * self.busy_s > 2 * self.nbytes * took_s:  # more than twice the old rate: the path has changed
+        if nbytes * self.busy_s > 2 * self.nbytes * took_s:  # the rate has more than doubled: the path has changed
             self.nbytes, self.busy_s = 0.0, 0.0
         self.nbytes += nbytes
         self.busy_s += max(ended_s - max(began_s, self.free_at_s), 0.0)
@@ -85,7 +85,8 @@ class Costs:
     def is_load_sooner(self, holder: NodeId, nbytes: int, tokens: int, *, queued_tokens: int, now_s: float) -> bool:
         """Return whether a load is expected to end sooner than the computation of the same tokens.
 
-        The time of the computation includes the delays that it causes to requests that are being loaded.
+        A request that is being loaded may have to wait for the computation. This delay is added to the computation's
+        time.
         Before the first measurement of a step the answer is True.
 
         Args:

@@ -13,7 +13,7 @@ from raykv.types import NodeId
 
 
 class LoadDecision:
-    """Makes the decisions of one engine from the times that it has measured."""
+    """Makes the load decisions of one engine, from times that were measured in this engine."""
 
     def __init__(self, load_policy: str, groups: Groups, chunk_nbytes: Mapping[int, int]) -> None:
         """Start without measurements.
@@ -27,7 +27,7 @@ class LoadDecision:
         self._costs = Costs()
 
     def is_load_sooner(self, lookup: Lookup, queued_tokens: int) -> bool:
-        """Return whether the policy is "always", or the load of a hit is expected to end sooner than its computation.
+        """Return True if the policy is "always", or if loading the hit is expected to end sooner than computing it.
 
         Args:
             queued_tokens: Number of tokens that the engine computes before this request.
@@ -39,7 +39,7 @@ class LoadDecision:
         )
 
     def probe(self, tracked: Tracked, lookup: Lookup) -> list[Load]:
-        """Return a list of one load, which probes the path to the holder of a hit. Empty if no probe is due."""
+        """Return a list with a load that probes the path to the holder of a hit. Empty if no probe is due."""
         held, now_s = lookup.found.held, time.monotonic()
         holder, _ = self._source(lookup.found)
         if not self._costs.is_probe_due(holder, now_s):

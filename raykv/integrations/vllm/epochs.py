@@ -91,8 +91,8 @@ class Epochs:
     def accept(self, statements: Sequence[Statement]) -> bool:
         """End the private epoch if a statement is newer than the last reset. Return whether the epoch has changed.
 
-        A statement arrives with the output of a later step. If there was a reset after the statement was made, the
-        statement is ignored, because it describes the old weights.
+        A statement arrives only with the output of a later step. If a reset happened between the statement and its
+        arrival, the statement is ignored, because it describes the old weights.
         """
         here = [each for each in statements if each.host == self._host]
         if statements and not here:
@@ -144,6 +144,6 @@ class EpochDropper:
                     self._pending.clear()
 
     def close(self) -> None:
-        """Try once more to drop the waiting namespaces. If the node does not answer, eviction frees their chunks."""
+        """Drop the waiting namespaces, but give up after the first failure. Then eviction frees the other chunks."""
         self._closed.set()
         self._thread.shutdown()

@@ -1,6 +1,6 @@
 """KV events: routers learn which blocks this engine has stored in raykv, and which of them are gone.
 
-Used only if vLLM publishes KV events.
+This module is used only if vLLM publishes KV events.
 
 The scheduler's side makes the event of each save that it orders. After the save, every rank reports which chunks it has
 stored. When all ranks have reported, the event is published. It names only the chunks that all ranks have stored.
@@ -172,8 +172,8 @@ class StoredEvents:
     def take(self, *, is_local: bool) -> Iterator[BlockStored | BlockRemoved]:
         """Yield the events of removed chunks, then the events of saves in order.
 
-        Stops before the first save that some rank has not reported. Removals come first, because a save may have stored
-        a removed chunk again.
+        Stops before the first save that not all ranks have reported. Removals come first, because a save may have
+        stored a removed chunk again.
 
         Args:
             is_local: Whether the chunks are stored on this host.
@@ -219,7 +219,7 @@ class StoredEvents:
 
 
 def _parts(pending: _Pending, stored: frozenset[int]) -> Iterator[tuple[list[bytes], BlockStored]]:
-    """Yield (names, event) of each run of stored chunks of a save. If all chunks are stored, this is one run."""
+    """Yield (names, event) for each run of consecutive stored chunks of a save."""
     save, event = pending.save, pending.event
     chunks, size = range(save.depth, save.depth + len(save.names)), len(event.block_hashes) // len(save.names)
     if stored.issuperset(chunks):

@@ -74,7 +74,7 @@ class Groups:
 
     Attributes:
         each: The groups.
-        hash_tokens: Number of tokens from the end of one of the engine's hashes to the end of the next.
+        hash_tokens: Number of tokens between the ends of two successive hashes of the engine.
         null_block: Id of vLLM's null block, the placeholder for empty places in block tables.
     """
 
@@ -101,7 +101,7 @@ class Groups:
         )
 
     def bind(self, coordinator: "KVCacheCoordinator") -> None:
-        """Use the rules of vLLM's coordinator. Before this call, only a single group of full attention finds hits."""
+        """Use the rules of vLLM's coordinator. Before this call, hits are found only if `is_plain` is True."""
         self._coordinator = coordinator
         self.null_block = coordinator.block_pool.null_block.block_id
 
@@ -111,7 +111,7 @@ class Groups:
         return self._coordinator is not None and self._coordinator.enable_partial_hash_hits
 
     def has_chunk(self, group: Group, hashes: Hashes, computed: int) -> bool:
-        """Return whether the hashes reach the end of a chunk of the group that ends after token `computed`."""
+        """Return whether the hashes cover a chunk of the group that ends after token `computed`."""
         size = self.hash_tokens if self.has_fine_hits else group.chunk_tokens
         return len(hashes) * self.hash_tokens >= (computed // size + 1) * size
 
@@ -120,7 +120,7 @@ class Groups:
         return bytes(hashes[end // self.hash_tokens - 1]) + group.suffix
 
     def ends(self, group: Group, hashes: Hashes, start: int, stop: int) -> list[int]:
-        """Return where the group's hashed chunks end, after token `start` and up to token `stop`."""
+        """Return the ends of the group's chunks that have hashes, after token `start` and up to token `stop`."""
         stop = min(stop, len(hashes) * self.hash_tokens)
         first = start // group.chunk_tokens + 1
         return [number * group.chunk_tokens for number in range(first, stop // group.chunk_tokens + 1)]
@@ -174,10 +174,10 @@ class Groups:
         return Hit(tokens, {group.index: ends[: -(-tokens // group.chunk_tokens) - computed // group.chunk_tokens]})
 
     def _end(self, group: Group, chunk: int, tokens: int, stored: Container[int]) -> int:
-        """Return the end of the chunk to load for a hit of `tokens` tokens. `chunk`: its number in the prompt.
+        """Return the token at which chunk number `chunk` of the prompt ends, for a hit of `tokens` tokens.
 
-        A hit may end inside its last block. Then the chunk of the whole block is loaded if its end is in `stored`.
-        Otherwise the chunk that ends with the hit is loaded.
+        A hit may end inside its last block. Then the chunk of the whole block is loaded if that chunk's end is in
+        `stored`. Otherwise the chunk that ends with the hit is loaded.
         """
         end = (chunk + 1) * group.chunk_tokens
         return end if end <= tokens or not self.has_fine_hits or end in stored else tokens

@@ -95,8 +95,8 @@ class RequestHints:
     Attributes:
         session: Id of the request's session. Empty: the request names no session.
         ttl_s: Time to live of the chunks that the request stores. 0: the namespace's config decides.
-        priority: Priority of the chunks that the request stores. A priority above 0 comes only with `ttl_s`, which ends
-            it.
+        priority: Priority of the chunks that the request stores. It is above 0 only if `ttl_s` is set, and it ends when
+            that time is over.
         retention: (Seconds, priority): after the request has ended, all its chunks are retained for this time, with at
             least this priority. None: they are not retained.
         ends: Whether the session ends with the request.
@@ -125,7 +125,7 @@ class RequestHints:
 
 @dataclass(slots=True)
 class Parsed:
-    """The hints of a request after they were checked.
+    """The checked hints of a request.
 
     Attributes:
         hints: The valid hints.
@@ -146,7 +146,7 @@ def parse(request: "Request", max_hint_s: float) -> Parsed:
     """Read the hints of a request: `raykv_hints` in `kv_transfer_params`, `kv_hints`, and `session_id`.
 
     Args:
-        max_hint_s: Longer times are reduced to this one. 0: hints are not read.
+        max_hint_s: Longer times are cut to this limit. 0: hints are not read.
     """
     params, envelope, session = request.kv_transfer_params, request.kv_hints, request.session_id
     own = params.get(PARAMETER) if isinstance(params, Mapping) else None
@@ -186,7 +186,8 @@ class _Reader:
             retention = None
         elif retention is not None:
             ttl_s = ttl_s and max(ttl_s, retention[0])
-        elif ttl_s:  # also prolongs chunks of other requests; the lowest priority leaves theirs unchanged
+        elif ttl_s:
+            # A retention also prolongs chunks of other requests. The lowest priority leaves their priority unchanged.
             retention = (ttl_s, -HIGHEST_PRIORITY)
         ended = frozenset(self._ended)
         hints = RequestHints(self._session, ttl_s, priority, retention, self._ends, ended, self._store_decode)

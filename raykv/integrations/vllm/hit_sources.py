@@ -20,7 +20,7 @@ def source_of(holder: Holder, near: Collection[NodeId]) -> CacheHitSource:
 def hit_sources(found: Found, tokens: range, near: Collection[NodeId]) -> dict[CacheHitSource, int]:
     """Count the tokens of a hit by source. The counts add up to the number of tokens.
 
-    In each group, a token has the source of the first loaded chunk that ends after it. If groups or ranks have
+    In each group, a token has the source of the first loaded chunk that ends after the token. If groups or ranks have
     different sources for a token, the source farthest from the GPU counts.
 
     Args:
