@@ -246,7 +246,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
 
         Args:
             caches: The layers of each KV cache group, by index.
-            part: (Number of the rank, number of ranks) among the worker's ranks.
+            part: (Index of the rank, number of ranks) among the worker's ranks.
         """
         layouts = {
             group.index: layout_of(caches[group.index], self._kv_cache_config.num_blocks, group.chunk_blocks, part=part)

@@ -1,7 +1,7 @@
 """Lookups: which chunks of a request are stored, and on which nodes.
 
 A lookup first reads the shared memory of this host. If chunks are missing there, a thread asks their owners: the nodes
-that know the holders. A hand-off ticket names the holders, so no owner is asked.
+that know the holders. For a request with a hand-off ticket, no owner is asked, because the ticket names the holders.
 """
 
 import time
@@ -104,13 +104,13 @@ class Lookups:
             if not self.is_longest(here, prompt):
                 return self._threads.submit(self._ask, clients, prompt, record=record)
             if record and any(client.router.is_recording for client in clients.values()):
-                self._threads.submit(self._record, clients, prompt)  # a call to the node
+                self._threads.submit(self._record, clients, prompt)  # on a thread, because it calls the node
         done = Future[Found]()
         done.set_result(here)
         return done
 
     def is_longest(self, found: Found, prompt: Prompt) -> bool:
-        """Return whether a hit would not be longer if all chunks were stored."""
+        """Return whether the hit is as long as it would be if all chunks were stored."""
         everything = {group.index: _Everything() for group in self._groups.each}
         return found.hit.tokens >= self._groups.longest(*prompt, everything).tokens
 
@@ -185,8 +185,8 @@ class Lookups:
         """Return the chunks that may be stored between these tokens.
 
         Args:
-            is_rest: Groups that need whole prefixes were looked up before, so leave out their chunks up to `stop`. Add
-                the chunks after `stop` in which a hit may end.
+            is_rest: Whether the groups that need whole prefixes were looked up before. If so, their chunks up to `stop`
+                are left out, and the chunks after `stop` in which a hit may end are added.
         """
         groups, places = self._groups, []
         for group in groups.each:
@@ -236,7 +236,7 @@ class Lookups:
         prompt: Prompt,
         ask: "Callable[[Client, list[bytes], bool], Sequence[Holder | None]]",
     ) -> Found:
-        """Look up the groups that need whole prefixes. Within the prefix that was found, look up the other groups.
+        """First look up the groups that need whole prefixes. Then look up the other groups within the found prefix.
 
         Args:
             ask: Returns the holders of the named chunks. If its last argument is True, only the chunks before the first

@@ -29,7 +29,7 @@ class Scope:
     Attributes:
         lora: The request's adapter: name and content.
         salt: The tenant's salt.
-        epoch: Replaces the revision of the namespace, unless it is empty: see `epochs`.
+        epoch: If not empty, it replaces the revision of the namespace: see `epochs`.
     """
 
     lora: str = ""

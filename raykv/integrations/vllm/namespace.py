@@ -110,7 +110,7 @@ def _has_drafter(vllm_config: "VllmConfig") -> bool:
 
 
 def drafter(vllm_config: "VllmConfig") -> dict[str, str]:
-    """Describe the drafter of speculative decoding; empty if the KV cache does not hold the drafter's layers."""
+    """Describe the drafter of speculative decoding. The result is empty if the KV cache has no layers of a drafter."""
     if not _has_drafter(vllm_config):
         return {}
     speculative = vllm_config.speculative_config
@@ -189,7 +189,7 @@ class Scopes:
                 return scope
             # If the files have changed or are not on this host, only this process uses the adapter's chunks.
             scope = private if seen or not now or path is None else f"{name}:{content_digest(path)}"
-        except (OSError, RuntimeError):  # RuntimeError: "~" of an unknown user
+        except (OSError, RuntimeError):  # `expanduser` raises RuntimeError for an unknown user
             return private
         if seen is None and len(self._known) >= self.MAX_ADAPTERS:
             return private

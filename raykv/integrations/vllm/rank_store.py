@@ -27,7 +27,7 @@ class RankCache:
     """The part of a worker's KV cache that belongs to one rank.
 
     Attributes:
-        namespace: The namespace of its chunks.
+        namespace: The namespace of the rank's chunks.
         layouts: The layout of each KV cache group, by index.
     """
 
@@ -40,7 +40,7 @@ class RankCache:
 
 
 class _Run(NamedTuple):
-    """The chunks to store for save `number`. `depth` chunks precede them; `parent` is the key of the chunk before."""
+    """The chunks to store for save `number`. `depth` chunks precede them. `parent` is the key of the last of these."""
 
     keys: KeyArray
     blocks: Sequence[Sequence[int]]
@@ -83,7 +83,7 @@ class RankStore:
         return self._connection.client(self.cache.namespace, scope)
 
     def batch_chunks(self, group: int) -> int:
-        """Return how many chunks of a KV cache group one call of `load` takes at most."""
+        """Return the largest number of chunks of a KV cache group for one call of `load`."""
         return self.cache.layouts[group].batch_chunks
 
     def load(self, client: "Client", part: LoadedChunks, batch: slice, timeout_s: float) -> GetResult:

@@ -1,4 +1,4 @@
-"""KV events for removed blocks: routers learn which chunks, named in earlier events of this engine, are gone.
+"""KV events for removed blocks: routers learn which chunks in earlier events of this engine are gone.
 
 Nodes do not report to engines what they evict. So each engine looks up its published chunks again. A thread checks some
 of the chunks at a time:
@@ -34,7 +34,7 @@ logger = init_logger("vllm.raykv.removals")
 MAX_PUBLISHED_CHUNKS: Final = 100_000
 """At most this many published chunks are remembered, in about 25 MB. Beyond that, the oldest ones are forgotten."""
 FORGET_CHUNKS: Final = 1000
-"""If too many are remembered, this many chunks are forgotten at once."""
+"""If too many chunks are remembered, this many are forgotten at once."""
 CHECK_CHUNKS: Final = 512
 CHECK_INTERVAL_S: Final = 1.0
 CHECK_TIMEOUT_S: Final = 1.0
@@ -148,7 +148,7 @@ class Removals:
             yield from missing
 
     def _forget(self, chunk: _Published) -> "list[ExternalBlockHash]":
-        """Stop counting the hashes of a chunk. Return those that no other chunk has."""
+        """Stop counting the hashes of a chunk. Return the hashes that no other chunk has."""
         if len(chunk.hashes) == 1:
             return list(chunk.hashes)
         self._named.subtract(chunk.hashes)

@@ -1,8 +1,8 @@
 """Identifies weights by a digest of parts of their content. A digest of all bytes would take minutes.
 
-We cannot use times and paths, because they differ between hosts. Training changes nearly all bytes of a tensor, so we
-read the header of a safetensors file and the first 4 KiB of every tensor. In every large file we also read windows of
-4 KiB at equal distances.
+Times and paths of files cannot identify weights, because they differ between hosts. Training changes nearly all bytes
+of a tensor. So we read only windows of 4 KiB at equal distances in a large file. In a large safetensors file we also
+read the header and the first 4 KiB of every tensor. Small files are read whole.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The scheduler's side: decides in each step which chunks the workers load and save. It moves no bytes itself.
 
-While a lookup runs on a thread, vLLM's scheduler skips the request in each step and asks again.
+While a lookup runs on a thread, vLLM's scheduler skips the request and asks again in the next step.
 """
 
 import time
@@ -84,7 +84,7 @@ class SchedulerSide:
         self._hint_sender = HintSender(self._lookups.names)
 
     def bind(self, manager: "KVCacheManager") -> None:
-        """Use vLLM's rules for hits, and its block pool, which reports the blocks that are reused."""
+        """Use vLLM's rules for hits and vLLM's block pool. The pool reports the blocks that are reused."""
         self._groups.bind(manager.coordinator)
         self._pool = manager.block_pool
 
@@ -137,7 +137,7 @@ class SchedulerSide:
         return max(0, lookup.found.hit.tokens - computed)
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
-        """Order a load of `tokens` tokens. `blocks`: all blocks of the request, also the filled ones."""
+        """Order a load of `tokens` tokens. `blocks`: all blocks of the request, including the filled ones."""
         tracked = self.requests.current(request)
         if not tokens:
             return
@@ -423,7 +423,7 @@ class SchedulerSide:
             self._last_saves += saves
 
     def _watch(self, saves: Iterable[Save]) -> None:
-        """Ask vLLM to call `_add_reused` when it reuses a block of these saves, which can happen at any time."""
+        """Ask vLLM to call `_add_reused` when vLLM reuses a block of these saves. vLLM may do so at any time."""
         if self._pool is not None:
             blocks = [self._pool.blocks[block] for save in saves for chunk in save.blocks for block in chunk]
             self._pool.touch(blocks)

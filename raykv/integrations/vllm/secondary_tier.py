@@ -69,8 +69,8 @@ _OF_THE_PROCESS: Final = ("rank", "data_parallel_index", "data_parallel_size", "
 class RayKVOffloadingConnector(OffloadingConnector):
     """vLLM's OffloadingConnector, for use with `RayKVTier`.
 
-    vLLM gives a tier only a part of the engine's configuration. This class makes all of it available while vLLM creates
-    the tier, because the namespace needs it.
+    vLLM gives a tier only a part of the engine's configuration, but the namespace needs the whole configuration. So
+    this class makes the whole configuration available while vLLM creates the tier.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: "KVConnectorRole", kv_cache_config: "KVCacheConfig") -> None:
@@ -106,7 +106,7 @@ def tier_namespace(vllm_config: "VllmConfig", offloading: "OffloadingConfig", co
         tensor_ranks=vllm_config.parallel_config.tensor_parallel_size,
         block_tokens=[group.tokens_per_block for group in offloading.groups],
         layout=f"offloaded/{offloading.kv_cache_layout}/{digest_of(fields)}",
-        # The workers choose their kernels from this configuration and the device.
+        # The workers choose their kernels by the attention configuration and the device.
         attention=f"{current_platform.get_device_name()}/{vllm_config.attention_config.compute_hash()}",
     )
 
@@ -239,10 +239,11 @@ class RayKVTier(SecondaryTierManager):
         """Cancel queued jobs, and wait for the running ones. Then begin to use a new, random salt.
 
         vLLM calls this when it resets its cache, for example after an update of the weights. The tier does not know the
-        new weights. So from now on it finds only the chunks that it stores after this call. No other engine finds them.
+        new weights. So from now on the tier finds only chunks that it stores after this call. No other engine finds
+        these chunks.
 
-        The call must wait, because right after it vLLM gives the rows of running jobs to other chunks. It waits at most
-        until the timeouts of these jobs.
+        This method must wait, because vLLM afterwards gives the rows of running jobs to other chunks. The method waits
+        at most until the timeouts of these jobs.
         """
         wait([future for _, future in self._jobs.values() if not future.cancel()])
         self._scope = Scope(salt=f"after a reset: {secrets.token_hex(16)}")
@@ -267,7 +268,7 @@ class RayKVTier(SecondaryTierManager):
         move: "Callable[[Client, TransferJob, float], _Moved]",
         timeout_s: float,
     ) -> None:
-        client = self._client()  # here and not when the job runs, because a reset changes the scope
+        client = self._client()  # now, not when the job runs, because a reset changes the scope
         self._jobs[job.job_id] = job, threads.submit(self._move, client, job, move, job.submit_time + timeout_s)
 
     @staticmethod

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 MAX_SESSION_CHUNKS: Final = 1 << 18
-"""At most this many chunks of sessions are remembered. Chunks of the sessions used least recently are forgotten."""
+"""At most this many chunks of sessions are remembered. Beyond that, the least recently used sessions are forgotten."""
 
 
 class Turn(NamedTuple):
@@ -27,9 +27,9 @@ class _Session:
 
     Attributes:
         chunks: Names of its chunks, in order of their first use.
-        shared: Describes all hashes of its last prompt except the final one: (number of these hashes, last of them). A
-            prompt that continues the conversation begins with these hashes. The final hash is left out, because a chat
-            template may change its tokens.
+        shared: The hashes of its last prompt without the final hash, as (number of these hashes, last of these hashes).
+            A prompt that continues the conversation begins with these hashes. The final hash is left out, because a
+            chat template may change its tokens.
         generated: Names of the chunks that its last request generated.
     """
 
@@ -44,19 +44,20 @@ class _Session:
 
 
 class Sessions:
-    """The chunks of recent sessions, by name. Only one thread may use it."""
+    """The chunks of recent sessions, by name. Only one thread may use this object."""
 
     def __init__(self, most_chunks: int = MAX_SESSION_CHUNKS) -> None:
         self._most_chunks, self._count = most_chunks, 0
         self._sessions: OrderedDict[Hashable, _Session] = OrderedDict()
-        self._users: OrderedDict[bytes, Hashable] = OrderedDict()  # name -> its only session; None: several
+        self._users: OrderedDict[bytes, Hashable] = OrderedDict()  # by chunk: its only session; None if it has several
 
     def add(self, session: Hashable, names: Iterable[bytes], turn: Turn) -> list[bytes]:
         """Remember the chunks of a request that has ended.
 
         Returns:
             The superseded chunks: the session's previous request generated them, and this request continues the
-            conversation without them. This is usual, because most chat templates drop the reasoning of earlier turns.
+            conversation without them. Such chunks are common, because most chat templates drop the reasoning of earlier
+            turns.
         """
         known = self._sessions.pop(session, None) or _Session()
         self._count -= len(known.chunks)

@@ -29,7 +29,7 @@ class TensorRanks:
 
     Attributes:
         count: Number of these ranks.
-        per_worker: Each worker has the KV heads of this many of these ranks.
+        per_worker: Number of ranks whose KV heads each worker has.
         replicas: This many consecutive workers have the same bytes, for example the same latents (MLA).
     """
 
@@ -38,12 +38,12 @@ class TensorRanks:
     replicas: int = 1
 
     def of(self, worker: int) -> range:
-        """Return the ranks whose KV a worker has. `worker`: its own tensor rank."""
+        """Return the ranks whose KV a worker has. `worker`: the worker's own tensor rank."""
         first = worker // self.replicas * self.per_worker
         return range(first, first + self.per_worker)
 
     def replica(self, worker: int) -> tuple[int, int]:
-        """Return (number of the worker among those with the same bytes, number of these workers)."""
+        """Return (index of the worker among the workers with the same bytes, number of these workers)."""
         return worker % self.replicas, self.replicas
 
 
@@ -75,15 +75,15 @@ def tensor_ranks(vllm_config: "VllmConfig", cache: "KVCacheConfig", config: Conn
 
 
 def _check_layer(spec: "KVCacheSpec", size: int, config: ConnectorConfig) -> None:
-    """Refuse a layer whose KV cannot be divided by heads. Accepted layers have blocks [heads, tokens, content]."""
+    """Refuse a layer whose KV cannot be divided by heads. The blocks of others have shape [heads, tokens, content]."""
     remedy = f"leave it out, or set it to tensor_parallel_size ({size}); then engines of this size share KV"
     if not isinstance(spec, AttentionSpec) or isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         raise _refusal(config, f"the KV of a layer is not divided by heads ({type(spec).__name__})", remedy)
     is_packed = spec.num_head_slots is not None or spec.state_content_bytes is not None
     if is_packed or spec.kv_quant_mode not in _PLAIN_MODES:
         raise _refusal(config, "the attention kernel packs heads or scales in a way of its own", remedy)
-    # Two workers may have the same head only if each worker has a single head of the layer.
     assert config.store_tp_size is not None
+    # If each worker has one head of the layer, several workers may have the same head. So `size` is only a maximum.
     if spec.num_kv_heads % (config.store_tp_size // size):
         heads = spec.num_kv_heads * size if spec.num_kv_heads > 1 else f"at most {size}"
         raise _refusal(config, f"a layer has {heads} KV heads", "set a divisor of this number, or leave it out")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Lookup:
-    """The result of a lookup for an engine that had `computed` tokens. `at_s`: the time at which it ended."""
+    """The result of a lookup. The engine had `computed` tokens already. `at_s`: the time at which the lookup ended."""
 
     computed: int
     found: Found
@@ -39,7 +39,8 @@ class Tracked:
         loaded: End of the loaded tokens, as a number of tokens. 0: nothing was loaded.
         offered: For each group, by index, the number of leading chunks that were considered for a save.
         hints: The valid hints of the request.
-        mixed: Whether the request's KV may be of weights before the last reset. If so, it neither loads nor stores.
+        mixed: Whether the request may have KV of weights before the last reset. If so, the request neither loads nor
+            stores.
     """
 
     request: "Request"
@@ -69,9 +70,10 @@ class Tracked:
         return self.loaded > 0 or self.request.num_computed_tokens > 0
 
     def start(self, computed: int) -> None:
-        """Set `cached` and `loaded` when the request is first scheduled with `computed` tokens.
+        """Set `cached` and `loaded` when the request is first scheduled.
 
-        If a load has failed, `computed` is lower than planned.
+        Args:
+            computed: Number of tokens that the engine has at this time. Lower than planned if a load has failed.
         """
         self.started = True
         self.loaded = min(self.loaded, computed)
@@ -101,7 +103,7 @@ class TrackedRequests(dict[str, Tracked]):
         return tracked
 
     def current(self, request: "Request") -> Tracked:
-        """Return the state of a request. After a preemption this is a new state."""
+        """Return the state of a request. After a preemption, make a new state."""
         tracked = self[request.request_id]
         if tracked.admission == request.num_preemptions:
             return tracked
@@ -118,7 +120,7 @@ class TrackedRequests(dict[str, Tracked]):
         return queued
 
     def reset(self) -> None:
-        """Begin a private epoch. Requests that have KV are mixed until they are preempted."""
+        """Begin a private epoch. Requests that have KV count as `mixed` until they are preempted."""
         self.epochs.reset()
         for tracked in self._enter_epoch():
             tracked.mixed = True

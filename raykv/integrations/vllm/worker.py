@@ -1,11 +1,11 @@
 """The worker's side: copies chunks between the KV cache and raykv, as ordered by the scheduler's side.
 
-Saves run on one separate thread after a step's forward pass. Full blocks do not change, so the next steps do not wait.
-The exception is a block that vLLM has given to another use. The next step then waits for the saves that read this
-block, and cancels saves that do not begin within `store_timeout_s`.
+Saves run on one separate thread after a step's forward pass. Full blocks do not change, so the next steps do not wait
+for saves. But if vLLM gives a block to another use, the next step waits for the saves that read this block. The step
+cancels saves that do not begin within `store_timeout_s`.
 
 Loads run on separate threads. The engine does not touch the blocks of a loading request, even after an abort, until the
-load is reported as finished. Therefore every load, also a failed one, must be reported exactly once.
+load is reported as finished. Therefore every load, even a failed one, must be reported exactly once.
 """
 
 import time
@@ -75,8 +75,8 @@ class WorkerCache:
     Attributes:
         ranks: The parts of the cache, one for each rank under which this worker stores KV.
         groups: The groups whose chunks are stored, by index.
-        replica: (Number of this worker, number of workers) among those that hold the same bytes. Each of these workers
-            stores a share of the chunks.
+        replica: (Index of this worker, number of workers) among the workers that hold the same bytes. Each of these
+            workers stores a share of the chunks.
         counts_tokens: Whether this worker counts the loaded tokens. Only one does, because all load the same tokens.
     """
 
@@ -87,7 +87,7 @@ class WorkerCache:
 
     @property
     def is_prefix(self) -> bool:
-        """Whether vLLM can use the leading chunks of a load without the others, and recomputes only the others."""
+        """Whether vLLM can use the chunks before the first missing chunk of a load, and recomputes only the rest."""
         return len(self.groups) == 1 and all(group.whole for group in self.groups.values())
 
     def handshake(self) -> WorkerNamespaces:
@@ -139,8 +139,8 @@ class WorkerSide:
     def enter(self, epoch: str) -> None:
         """Enter the epoch of this step. Loads of other epochs count as lost.
 
-        If a private epoch has ended, its chunks are dropped. This happens after the saves of earlier steps, because
-        they may store chunks in that epoch.
+        If a private epoch has ended, its chunks are dropped after the saves of earlier steps, because these saves may
+        still store chunks in that epoch.
         """
         if epoch != self._epoch:
             ended, self._epoch = self._epoch, epoch
@@ -182,7 +182,7 @@ class WorkerSide:
         return finished, failed
 
     def pop_report(self) -> WorkerReport | None:
-        """Return the loads and saves that have ended since the last call, and new statements. None if there are none.
+        """Return the loads and saves that have ended since the last call, and new statements. None: nothing to report.
 
         If the node has not answered for all saved chunks, collect its answers on the thread that saves.
         """
@@ -284,7 +284,7 @@ class WorkerSide:
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def mine(self, saves: Sequence[Save]) -> list[Save]:
-        """Return the saves of this worker. Workers with the same bytes divide the saves by the first chunk's name."""
+        """Return the saves for this worker. If several workers have the same bytes, each save goes to one of them."""
         number, workers = self._cache.replica
         return [save for save in saves if save.names[0][0] % workers == number]
 
@@ -340,7 +340,7 @@ class WorkerSide:
             store.prepare(chunks, scope, self._config.store_timeout_s)
 
     def _save(self, saves: Sequence[Save], fence: Any) -> list[PutResult]:
-        """Store chunks, and collect late answers to earlier saves. Without saves, wait a short time for these answers.
+        """Store chunks, and collect late answers to earlier saves. If `saves` is empty, wait a short time for them.
 
         Waits at most `store_timeout_s` for slots, and not at all if the client has enough.
         """
