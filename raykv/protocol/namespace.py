@@ -26,7 +26,7 @@ class Namespace(Model):
         layout: Shape and order of the engine's bytes in a chunk.
         chunk_tokens: Tokens in a chunk.
         tp_rank, tp_size, pp_rank, pp_size: Tensor and pipeline parallelism. A chunk contains the KV of one rank.
-        attention_backend: Kernel family; also the instruction set, if the byte layout differs between instruction sets.
+        attention_backend: Kernel family. It includes the CPU instruction set if the byte layout differs between CPUs.
         hash_algorithm: Name of the engine's hash function for tokens, with its seed.
         lora: Name and path of the LoRA adapter; empty for none.
         salt: The tenant's salt; empty for none.

@@ -1,4 +1,4 @@
-"""Maps keys to their owners. The owner of a key is the node that knows which nodes have its chunk.
+"""Maps keys to their owners. The owner of a key is the node that knows which nodes have the key's chunk.
 
 A ring has SLOTS slots, and each key belongs to one slot. Weighted rendezvous hashing gives each slot an owner. Every
 node and client computes the same ring from the same members. When a node joins or leaves, only the slots of that node

@@ -29,7 +29,8 @@ class Ticket(Model):
     """The holders of the chunks of one prompt, from the first chunk on.
 
     Attributes:
-        group: The namespace without salt and LoRA adapter. Errors name the fields that differ from the reader's.
+        group: The namespace without salt and LoRA adapter. If the reader has another namespace, the error
+            names the fields that differ.
         digest: Digest of the whole namespace, as hexadecimal text.
         runs: The nodes that hold the chunks, in the order of the chunks.
     """
@@ -62,7 +63,10 @@ class Ticket(Model):
         return named + [None] * (wanted - len(named))
 
     def match(self, namespace: Namespace, wanted: int) -> Match:
-        """Return the leading chunks, at most `wanted`, that all have a node. Raises the errors of `holders`."""
+        """Return the leading chunks that the ticket names a node for, at most `wanted`.
+
+        Raises the errors of `holders`.
+        """
         named = tuple(takewhile(bool, self.holders(namespace, wanted)))
         return Match(len(named), tuple(name for name in named if name))
 

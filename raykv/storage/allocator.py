@@ -25,10 +25,10 @@ from raykv.storage.batches import Chain
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 2
-"""Slots that are lent ahead of need take at most 1 / AHEAD_SHARE of each of these: the free bytes that exceed the
-low-water mark, the free bytes of the group's quota, the free rows."""
+"""Slots that are lent in advance, before a writer needs them, take at most 1 / AHEAD_SHARE of the free bytes above the
+low-water mark. The same limit applies to the free bytes of the group's quota and to the free rows."""
 AHEAD_BOUND: Final = 8
-"""No slots are lent ahead of need when all lent slots together take 1 / AHEAD_BOUND of the arena."""
+"""No slots are lent in advance when all lent slots together take 1 / AHEAD_BOUND of the arena."""
 NO_ROWS: Final[Rows] = np.empty(0, np.int32)
 
 
@@ -86,7 +86,7 @@ class Allocator:
         columns.parent_generation[rows] = np.where(linked, _even(columns.generation[np.maximum(parents, 0)]), 0)
         with self._table.changing():
             columns.nbytes[rows] = nbytes
-            self._table.insert(keys, rows)  # before the counts change, because this may raise LostError
+            self._table.insert(keys, rows)  # before the counts change, because `insert` may raise LostError
             columns.state[rows] = RowState.READY
             np.add.at(columns.children, parents[linked], 1)
             columns.generation[rows] = _even(columns.generation[rows])  # last, because now readers see the chunks
@@ -99,7 +99,7 @@ class Allocator:
         self._free(rows)
 
     def quarantine(self, rows: Rows, *, now_s: float) -> None:
-        """Move rows from LENT to QUARANTINED. `release` frees them after QUARANTINE_S. A restart keeps this time."""
+        """Move rows from LENT to QUARANTINED. `release` frees them QUARANTINE_S later, even after a restart."""
         if not rows.size:
             return
         columns, until_s = self._table.columns, now_s + QUARANTINE_S
@@ -162,7 +162,7 @@ class Allocator:
             raise UsageError(f"slots of another size than {size:,} bytes: lend slots for chunks of this size")
 
     def most_ahead(self, size: int, group: int) -> int:
-        """Return how many slots may be lent ahead of need. Free slots without real memory do not count."""
+        """Return how many slots may be lent in advance. Free slots without real memory do not count."""
         low_water = int(self._low_water * self.slots.usable_nbytes)
         nbytes = (self.slots.free_nbytes - low_water) // AHEAD_SHARE
         nbytes = min(nbytes, self._arena_nbytes // AHEAD_BOUND - int(self.lent_nbytes.sum()))

@@ -13,7 +13,7 @@ from raykv.types import Batch, Rows
 
 
 class Written(NamedTuple):
-    """Chunks of a batch that were written to slots. For each chunk: its index in the batch, row, xxh3-64 checksum."""
+    """Chunks of a batch that were written to slots: the index in the batch, row and xxh3-64 checksum of each chunk."""
 
     positions: npt.NDArray[np.int32]
     rows: Rows

@@ -12,7 +12,7 @@ from raykv.types import KeyArray
 EVICTION_LOG_ENTRIES: Final = 1 << 18
 """A node's log holds this many departures, a power of two, at 43 bytes each. New departures replace the oldest."""
 CHAIN_STEPS: Final = 64
-"""A search checks at most this many departures of keys with the same hash. Only an attack causes more of them."""
+"""A search checks at most this many departures of keys with the same hash. Only an attack can produce more."""
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
@@ -92,7 +92,7 @@ class EvictionLog:
         found = np.zeros(len(keys), np.int64)
         pending = np.arange(len(keys))
         for _ in range(CHAIN_STEPS):
-            # A smaller number belongs to a replaced departure. All further departures of its bucket are even older.
+            # A departure with a smaller number is no longer in the log, nor is any older departure of its bucket.
             pending = pending[number[pending] >= max(1, self._next - self._entries)]
             if not pending.size:
                 break

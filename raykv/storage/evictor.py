@@ -29,8 +29,8 @@ SAMPLE_ROWS: Final = 1 << 16
 """In a table that has used at most this many rows, all of them are candidates for eviction. In other tables, the
 candidates come from a sample of this many rows."""
 SAMPLE_SHARE: Final = 128
-"""At least 1 / SAMPLE_SHARE of a sample is evicted, because taking a sample costs milliseconds. A step of eviction
-ahead of need evicts just this share, because other threads wait for the lock."""
+"""At least 1 / SAMPLE_SHARE of a sample is evicted, because taking a sample costs milliseconds. One step of
+`evict_ahead` evicts exactly 1 / SAMPLE_SHARE of a sample, because other threads wait for the lock."""
 FOREIGN_EXTENTS: Final = 64
 """An extent (a part of the arena) has slots of one size. An empty extent can get another slot size. To find an extent
 that can be emptied, at most this many extents are checked, the coldest first."""
@@ -95,7 +95,7 @@ class Evictor:
         self._allocator.remove(rows)
 
     def reset_group(self, group: int) -> None:
-        """Prepare the number of a quota group for a new group: remove the old group's policy, set the counts to 0."""
+        """Prepare a group number for its next quota group: remove the old group's policy, and set the counts to 0."""
         self.policies.use(group, None, NO_ROWS, 1)
         self.departures[group] = self.reads_of_departed[group] = 0
 
@@ -121,7 +121,7 @@ class Evictor:
         return count
 
     def _make_room_in_quota(self, count: int, size: int, group: int, now: int) -> int:
-        """Evict chunks of the group until its quota has room for `count` slots. Return for how many it has."""
+        """Evict chunks of the group until its quota has room for `count` slots. Return the number of slots that fit."""
         quota = int(self._table.namespaces["capacity"][group])
         count = min(count, quota // size) if quota else count
         while (allowed := self._within_quota(count, size, group)) < count:
@@ -157,8 +157,8 @@ class Evictor:
     def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
         """Return the rows of the coldest extent that can be emptied, and the tick of their last access.
 
-        Only extents whose slot size is not `size` are checked. An extent is as cold as the most recently accessed of
-        its `candidates`. Returns no rows if none of the checked extents can be emptied.
+        Only extents whose slot size is not `size` are checked. The coldest extent is the one whose `candidates` were
+        last accessed the longest ago. Returns no rows if none of the checked extents can be emptied.
         """
         columns, slots = self._table.columns, self._allocator.slots
         last = np.full(self._table.extents, np.iinfo(np.int64).max)
@@ -180,7 +180,7 @@ class Evictor:
 
     @property
     def nearly_full(self) -> bool:
-        """Whether so little memory is free that eviction must not wait until lower tiers have copied the chunks."""
+        """Whether memory is so short that eviction must not wait for the lower tiers to copy the chunks."""
         return self._lacking(self._config.low_water / 2) > 0
 
     def evict_ahead(self, now: int) -> bool:
@@ -198,7 +198,7 @@ class Evictor:
         return self._evicting_ahead
 
     def upcoming(self, share: float, now: int) -> Rows:
-        """Return the rows that would be evicted next to free this share of the arena. Evicts nothing.
+        """Return the rows that eviction would remove next, until this share of the arena is free. Evicts nothing.
 
         In a large table, return this share of a sample instead.
         """
@@ -289,8 +289,8 @@ class Evictor:
     def _victims(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> Rows:
         """Choose `count` candidates to evict.
 
-        From a sample, choose at least 1 / SAMPLE_SHARE of the candidates. With `one_step`, choose just this share of
-        the sample.
+        From a sample, choose at least 1 / SAMPLE_SHARE of the candidates. With `one_step`, choose exactly this
+        share, even if `count` is higher.
         """
         if not self._is_small() and count > 0:
             count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)

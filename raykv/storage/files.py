@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 OWN_TIMEOUT_S: Final = 10.0
 """How long a starting node waits for the end of the process that owns the node's files."""
 MOST_TICKS: Final = 1 << 31
-"""An empty table replaces a table older than this (about a year), because its 32-bit times would soon wrap."""
+"""A table of this age in ticks (about a year) is replaced by an empty table: its 32-bit times would soon wrap."""
 ABANDONED_S: Final = 300.0
 """Files count as abandoned when they were not touched for this time. A node touches its table at every heartbeat."""
 

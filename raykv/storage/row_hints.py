@@ -25,7 +25,7 @@ NO_CONFIG: Final = NamespaceConfig()
 class RowHints:
     """Hints of rows. The configs of quota groups give the defaults for new rows.
 
-    `active`: whether any row may have hints. If it is False, all rows have equal rank.
+    `active`: whether any row may have hints. If not, all rows have equal rank.
     """
 
     def __init__(self, table: Table, *, active: bool) -> None:
@@ -54,8 +54,8 @@ class RowHints:
     def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
         """Change hints of rows. A hint of None stays as it is. A `ttl_s` of 0 means no expiry.
 
-        `ended`: True if the session of the rows has ended; a later read of a row undoes this. False if the session goes
-        on.
+        `ended`: True marks the session of the rows as ended. A later read of a row removes the row's mark. False
+        removes all marks of the rows.
         """
         self.active = True
         if ttl_s is not None:
@@ -66,11 +66,11 @@ class RowHints:
             self._ended[rows] = now if ended else 0
 
     def retain(self, keys: KeyArray, ttl_s: float, priority: int, *, now_s: float) -> int:
-        """Keep chunks for `ttl_s` seconds: they do not expire earlier, and have at least this priority.
+        """Keep chunks for `ttl_s` seconds: until then they do not expire, and have at least this priority.
 
         An expiry never becomes earlier, and a priority never becomes lower. If a chunk is retained twice, the retention
-        with the higher priority counts. After the retention the chunk has its earlier priority again. The session
-        of the chunks counts as not ended.
+        with the higher priority counts. When the retention ends, the chunk has the same priority as before. The
+        session of the chunks counts as not ended.
 
         Returns:
             The number of these chunks that are stored.
@@ -121,7 +121,7 @@ class RowHints:
 
 
 def default_priority(config: NamespaceConfig) -> int:
-    """Return the priority of new chunks. With `tiers` "ssd" it is the lowest, as memory only buffers the chunks."""
+    """Return the priority of new chunks: the lowest with `tiers` "ssd", because memory then only buffers the chunks."""
     return -HIGHEST_PRIORITY if config.tiers == "ssd" else config.priority
 
 

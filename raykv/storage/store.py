@@ -104,7 +104,7 @@ class Store:
             try:
                 return cls(config, *attach_files(config, prefix, now_s=now_s), now_s=now_s)
             except LostError as error:
-                log.info("starting empty: %s", str(error))  # a logged traceback would keep the mapping alive
+                log.info("starting empty: %s", str(error))  # text only: a logged traceback would keep the files mapped
                 remove_files(prefix)
         return cls(config, *create_files(config, prefix, now_s=now_s), now_s=now_s)
 
@@ -189,7 +189,7 @@ class Store:
         lent, missing = [(NO_ROWS, np.empty(0, np.uint32))], count
         if count > 0:
             protected = np.concatenate([NO_ROWS, *map(self.table.find, protect)])
-            for _ in range(2):  # again only if an extent got no real memory: then fewer than `room` were lent
+            for _ in range(2):  # a second try if fewer than `room` were lent: an extent got no real memory
                 room = self.evictor.make_room(missing, size, group, protected, now)
                 lent.append(self.allocator.lend(room, size, group))
                 missing -= len(lent[-1][0])
@@ -253,7 +253,7 @@ class Store:
     # -- reading with a pin ------------------------------------------------------------------------------------------
 
     def pin(self, keys: KeyArray, *, now_s: float, touch: bool = True) -> Pinned:
-        """Pin the readable chunks: their bytes stay in place until `unpin`. `touch`: whether this counts as a read."""
+        """Pin the readable chunks: their bytes stay in place until `unpin`. With `touch`, the pin counts as a read."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows, _ = self.table.find_ready(keys, now)
         pinned = rows[rows >= 0]
@@ -264,7 +264,7 @@ class Store:
         np.add.at(columns.pins, pinned, np.uint16(1))
         if touch:
             self.table.touch(pinned, now)
-        safe = np.maximum(rows, 0)  # for -1 read row 0, which always has memory
+        safe = np.maximum(rows, 0)  # instead of row -1, read row 0, which always has memory
         offsets = columns.page[safe].astype(np.uint64) * SLOT_ALIGNMENT_NBYTES
         return Pinned(rows, offsets, columns.nbytes[safe], columns.checksum[safe])
 
@@ -277,7 +277,7 @@ class Store:
         pins, rows = self.table.columns.pins, rows[rows >= 0]
         before = pins[rows]
         np.subtract.at(pins, rows, np.uint16(1))
-        if (pins[rows] > before).any():  # a number of pins has wrapped around below 0
+        if (pins[rows] > before).any():  # a pin count went below 0 and wrapped around
             np.add.at(pins, rows, np.uint16(1))
             raise UsageError("rows with fewer pins than are to end: unpin each row once for each pin")
         self.allocator.free_unpinned(rows)
@@ -333,7 +333,7 @@ class Store:
     # -- eviction ----------------------------------------------------------------------------------------------------
 
     def evict_ahead(self, *, now_s: float) -> bool:
-        """Do one step of eviction ahead of need, if any is needed. Returns whether there is more to do."""
+        """Do one step of eviction in advance, before a writer needs the space. Returns whether there is more to do."""
         self.allocator.release(now_s=now_s)
         return self.evictor.evict_ahead(self.table.ticks(now_s))
 
@@ -343,8 +343,8 @@ class Store:
         Args:
             group: The quota group whose policy changes. None: change the default policy, which applies to all groups
                 without their own policy.
-            chosen: The new policy. None: the group uses the default policy again. If both are None, the default
-                policy is the policy of the config again.
+            chosen: The new policy. None: the group uses the default policy again. If `group` is None too, the
+                default policy is the policy of the config again.
             now_s: Time of the host's monotonic clock.
 
         Raises:
@@ -382,9 +382,9 @@ class Store:
         Args:
             keys: Keys of the chunks, shape [n, 2].
             ttl_s, priority, ended: See `RowHints.update`.
-            touch: Whether to count this as a read.
-            output_tokens: Number of tokens that a finished request generated; it had read or stored the chunks. None:
-                no request has finished.
+            touch: Whether this call counts as a read of the chunks.
+            output_tokens: Number of tokens that a finished request generated. The request had read or stored these
+                chunks. None: no request has finished.
             now_s: Time of the host's monotonic clock.
 
         Raises:

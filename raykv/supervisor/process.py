@@ -4,7 +4,7 @@ Each node is a fork of the supervisor, which has imported all modules already. S
 time to map the node's memory. Forking is safe, because the supervisor has no threads and maps no shared memory. The
 supervisor also reserves the node's port, so peers reach a restarted node at the same address.
 
-The owner is the process with the `NodeHandle`. It is connected to the supervisor by two pipes:
+The owner is the process with the `NodeHandle`. Two pipes connect the owner to the supervisor:
 
     stdin   The first line is the `NodeSpec` as JSON. Any later byte stops the node. The end of stdin kills the node.
     stdout  The supervisor writes one line of JSON, a `NodeReport`, for each start of the node.
@@ -84,7 +84,7 @@ class Supervisor:
         """Run until the owner stops the node or closes stdin, or a node refuses its config. Return the exit status."""
         self._hold_port()
         gc.collect()
-        gc.freeze()  # otherwise garbage collection in a node would copy the pages that it shares with the supervisor
+        gc.freeze()  # otherwise garbage collection in a node would copy the pages shared with the supervisor
         delay_s = 0.0
         while True:
             began_s, supervisor = time.monotonic(), os.getpid()
@@ -123,7 +123,7 @@ class Supervisor:
             while ended not in select.select([ended, 0], [], [])[0]:
                 os.kill(pid, self._receive())
                 if self._signal == signal.SIGKILL:
-                    break  # stdin has ended, so `select` would not wait any more
+                    break  # stdin has ended, so `select` would return at once
             return os.waitpid(pid, 0)[1]
         finally:
             os.close(ended)
@@ -173,10 +173,10 @@ class Supervisor:
 
 
 def _has_sigterm() -> bool:
-    """Wait for SIGTERM, up to CHECK_S.
+    """Wait for SIGTERM, up to CHECK_S. Returns whether SIGTERM was sent.
 
-    Python returns a signal with another number, which was never sent, if the process was stopped (SIGSTOP) during the
-    wait and continues only after CHECK_S.
+    If the process is stopped (SIGSTOP) during the wait and continues only after CHECK_S, `sigtimedwait` returns a
+    signal that was never sent. So the number of the signal is checked.
     """
     found = signal.sigtimedwait({signal.SIGTERM}, CHECK_S)
     return found is not None and found.si_signo == signal.SIGTERM
@@ -191,7 +191,8 @@ def main() -> int:
     os.dup2(2, 1)  # printed text goes to stderr, because stdout is for the reports
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waitpid fail
     logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    spec = sys.stdin.buffer.readline()  # reads no byte too many: the owner sends more only after the first report
+    # The buffer takes nothing but this line, because the owner sends more only after the first report.
+    spec = sys.stdin.buffer.readline()
     return Supervisor(msgspec.json.decode(spec, type=NodeSpec), reports).run()
 
 

@@ -17,8 +17,8 @@ Numbers = npt.NDArray[np.integer[Any]]
 class Admission:
     """Decides which chunks are written. A node and the planner use the same rule.
 
-    A chunk is admitted if it was read since it was stored. It is also admitted if the preceding chunk of the prompt,
-    its parent, was read: then the same prefix is likely to be requested again. Chunks of a scan are not admitted,
+    A chunk is admitted if it was read since it was stored. It is also admitted if its parent, the preceding chunk of
+    the prompt, was read: then the same prefix is likely to be requested again. Chunks of a scan are not admitted,
     because nobody reads them again. A `priority` overrides these rules.
 
     The budget is a token bucket: it fills at a constant rate, and holds at most what `burst_s` seconds add.
@@ -57,12 +57,13 @@ class Admission:
     ) -> Bits:
         """Return which chunks to write, and take their bytes from the budget. Each array has one entry per chunk.
 
-        If the budget is short, chunks of higher `priority` are chosen first. Among equals the given order counts. A
-        chunk that is too large for the rest of the budget is skipped. Smaller chunks after it may still fit.
+        If the budget is short, chunks of higher `priority` are chosen first. Chunks of equal priority are chosen in the
+        given order. A chunk that is too large for the rest of the budget is skipped. Smaller chunks after it may still
+        fit.
 
         Args:
-            reads: Number of reads of the chunk since it was stored. Plus one if the chunk was evicted before, because
-                storing it again shows another request.
+            reads: Number of reads of the chunk since it was stored. A chunk that was evicted before and then stored
+                again has one more, because it was requested again.
             parent_reads: Number of reads of the chunk's parent; 0 without a parent.
             nbytes: Space that the chunk takes in the tier.
             priority: Positive: write if the budget allows, even without reads. Negative: do not write. 0: no hint.

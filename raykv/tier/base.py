@@ -57,7 +57,7 @@ def is_same(found: Found | None, nbytes: int, checksum: int) -> bool:
 Written = Callable[[Sequence[Chunk], Sequence[bool]], None]
 """The callback of `Tier.write`. It gets the chunks that the tier took, and whether the tier now has each chunk."""
 Arrived = Callable[[Sequence[bool]], None]
-"""The callback of `Tier.read`. It gets for each chunk whether the arena has it now, undamaged."""
+"""The callback of `Tier.read`. It gets one bool per chunk: whether the arena now has the chunk, undamaged."""
 
 
 class GroupNames(Protocol):
@@ -119,8 +119,8 @@ class Tier(ABC):
         True for it.
 
         Returns:
-            Number of chunks taken: 0 if the queue is full, the tier is off, or no space can be made. `done` is never
-            called then.
+            Number of chunks taken: 0 if the queue is full, the tier is off, or no space can be made. If it is 0,
+            `done` is never called.
         """
 
     @abstractmethod
@@ -135,8 +135,8 @@ class Tier(ABC):
             offsets: Position in the arena of the slot for each chunk.
 
         Returns:
-            Whether the tier accepted the call: False if the queue is full or the tier is off. `done` is never called
-            then.
+            Whether the tier accepted the call: False if the queue is full or the tier is off. If False, `done` is
+            never called.
         """
 
     @abstractmethod
@@ -155,13 +155,13 @@ class Tier(ABC):
 
     @abstractmethod
     def keys(self) -> KeyArray:
-        """Return the keys of all chunks in the tier. If nodes share the tier: only of chunks that this node wrote."""
+        """Return the keys of all chunks in the tier. A tier that nodes share omits chunks that other nodes wrote."""
 
     @abstractmethod
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
         """Return the keys added and the keys removed since the last call. Chunks found at the start count as added.
 
-        If nodes share the tier: only the keys of chunks that this node wrote.
+        A tier that nodes share omits chunks that other nodes wrote.
         """
 
     @abstractmethod

@@ -54,7 +54,7 @@ class Demotion:
 
     @property
     def due(self) -> bool:
-        """Whether enough chunks were stored since the last `demote` to call it again. Cheap."""
+        """Whether enough chunks were stored since the last `demote` for another `demote`. Cheap."""
         store = self._store
         return bool(self._tiers) and store.counters.committed - self._committed > store.chunks // NEW_SHARE
 

@@ -88,8 +88,8 @@ class TierMover:
     def delete(self, keys: KeyArray) -> int:
         """Delete chunks from the tiers. Returns the number of copies deleted.
 
-        A caller that deletes the chunks in memory too does this within one `barring`: it calls `delete`, takes the
-        node's lock, deletes the chunks in memory, and calls `give_up`.
+        To delete the chunks in memory too, a caller enters `barring`, calls `delete`, takes the node's lock, deletes
+        the chunks in memory, and calls `give_up`.
         """
         return self._remove(lambda tier: tier.delete(keys), Reason.DELETED)
 
@@ -105,8 +105,9 @@ class TierMover:
     def drop_outdated(self, keys: KeyArray) -> int:
         """Delete from the tiers all copies with an outdated expiry. Call this after a put or a change of expiry.
 
-        A copy that expires later than the chunk in memory is outdated, because a tier could return it too late. If the
-        chunk in memory never expires, a copy with any expiry is outdated. Returns the number of copies deleted.
+        A copy that expires later than the chunk in memory is outdated, because a tier could return the copy after the
+        chunk's expiry. If the chunk in memory never expires, a copy with any expiry is outdated. Returns the number of
+        copies deleted.
         """
         count, now_s = 0, time.monotonic()
         today_s = time.time() - now_s

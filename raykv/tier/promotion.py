@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 PROMOTED_SHARE: Final = 8
 RUNS_AT_ONCE: Final = 4
-"""All chunks being promoted take at most 1/PROMOTED_SHARE of the arena. One run takes at most 1/RUNS_AT_ONCE of that.
-Only a run of a single chunk may take more."""
+"""All chunks being promoted take at most 1/PROMOTED_SHARE of the arena. One run takes at most 1/RUNS_AT_ONCE of
+this share. Only a run of a single chunk may take more."""
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ _registered: Final[dict[str, tuple[Opener | str, Place]]] = {}
 
 
 def register_tier(name: str, opener: Opener | str, place: Place = Place.OTHER) -> None:
-    """Make a tier available under a name, for `StorageConfig.tiers`: {name: options}.
+    """Register a tier under a name. `StorageConfig.tiers` may then contain {name: options}.
 
     Args:
         opener: A function or class that opens the tier. A text "module:attribute" is imported at first use.

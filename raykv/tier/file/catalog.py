@@ -15,7 +15,7 @@ from raykv.tier.segments.index import Changes, Index
 from raykv.types import Bits, KeyArray, Rows
 
 MAX_KEYS: Final = 1 << 20
-"""At most this many tombstones of keys are in memory, and as many pending ones. If there are more, the oldest go."""
+"""At most this many tombstones of keys are in memory, and at most this many pending ones. The oldest are dropped."""
 
 
 @dataclass(eq=False, slots=True)
@@ -122,7 +122,7 @@ class Catalog:
                 self._changes.add(entries["key"])
 
     def _group(self, text: bytes) -> int:
-        """Return a quota group's number in the index. A new group gets a free number, or -1 if there is none."""
+        """Return a quota group's number in the index. A new group gets a free number, or -1 if none is free."""
         if text not in self.groups and len(self.texts) < MAX_NAMESPACES:
             self.groups[text] = len(self.texts)
             self.texts.append(text)
@@ -166,8 +166,8 @@ class Tombstones:
         latest: The highest sequence of a tombstone so far.
         pending_keys: Keys of pending tombstones.
         pending_texts: Quota groups of pending tombstones, as JSON.
-        pending_sequence: The next tombstone file must have at least this sequence. Otherwise it would not cover all
-            that the pending tombstones must cover.
+        pending_sequence: The next tombstone file must have at least this sequence. With a lower sequence, the file
+            would not cover all chunks that the pending tombstones delete.
     """
 
     def __init__(self) -> None:

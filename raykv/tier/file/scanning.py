@@ -47,7 +47,7 @@ class Scanner:
             state.readable = not state.closed
             state.recover()
             new = [name for name in names if name.kind != "part" and name.stem not in state.catalog.known]
-        # Tombstones first, then packs from newest to oldest. In this order no chunk is entered in vain.
+        # Tombstones first, then packs from newest to oldest. So no later file removes or replaces a chunk just entered.
         for name in sorted(new, key=lambda name: (name.kind == "tombs", name.sequence), reverse=True):
             if state.closed:
                 return
@@ -81,7 +81,7 @@ class Scanner:
     def _remove_missing(self, there: set[str], began_s: float) -> None:
         """Drop removed files from the catalog. `there`: stems of the files in a listing that began at `began_s`.
 
-        A listing may miss a file that is renamed meanwhile. So `stat` must not find the file either.
+        A listing may miss a file that is renamed meanwhile. So a file is dropped only if `stat` cannot find it either.
         """
         with self._state.lock:
             known = list(self._state.catalog.known.values())
@@ -91,7 +91,10 @@ class Scanner:
                     self._state.catalog.remove_pack(pack)
 
     def _remove_obsolete(self, names: list[Name]) -> None:
-        """Remove tombstone files older than all packs. Two scans must agree: one may miss a pack being renamed."""
+        """Remove the tombstone files that were older than all packs in this scan and in the previous scan.
+
+        One scan is not enough, because it may miss a pack that is being renamed.
+        """
         oldest = min((name.sequence for name in names if name.kind != "tombs"), default=time.time_ns())
         obsolete = {name for name in names if name.kind == "tombs" and name.sequence < oldest}
         for name in obsolete & self._obsolete:

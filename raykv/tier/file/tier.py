@@ -196,8 +196,9 @@ class FileTier(Tier):
                 self._state.folder.touch(pack.name)
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. Before the tombstones are written, other nodes, and this node after a restart, find the chunks.
+        """See `Tier`.
 
+        Until the tombstones are written, other nodes still find the chunks, and this node finds them after a restart.
         Keys that are not in the index get tombstones too: they may be in packs that this node has not scanned yet.
         """
         state, names = self._state, raw_keys(keys)

@@ -26,8 +26,8 @@ BATCH_CHUNKS: Final = 256
 BATCH_NBYTES: Final = 32 << 20
 TOMBSTONES_S: Final = 1.0
 TOMBSTONE_KEYS: Final = 1 << 14
-"""After a tombstone file, the next one is written when TOMBSTONES_S have passed, or earlier if a new pack begins. One
-file gets at most TOMBSTONE_KEYS pending keys."""
+"""The writer waits TOMBSTONES_S between two tombstone files, or less if a new pack begins or the tier closes. One file
+gets at most TOMBSTONE_KEYS pending keys."""
 MERGE_FILES: Final = 32
 """If a node has this many tombstone files, it merges them into one."""
 
@@ -198,7 +198,7 @@ class Writer:
                 state.finish(item, is_here)
 
     def _next_sequence(self, above: int = 0) -> int:
-        """Return the time in ns since 1970; if needed a higher number, to exceed `above` and all earlier results."""
+        """Return a number above `above` and all earlier results: the time in ns since 1970, if that is high enough."""
         with self._state.lock:
             self._sequence = max(time.time_ns(), self._sequence + 1, above + 1)
             return self._sequence
@@ -254,7 +254,7 @@ class Writer:
             state.folder.remove(pack.name)
 
     def _merged(self, old: list[Pack]) -> tuple[list[bytes], list[bytes]]:
-        """Return those keys and quota groups of these tombstone files of which no chunk was stored again."""
+        """Return the keys and quota groups of these tombstone files, except those with new chunks in the index."""
         catalog = self._state.catalog
         keys, texts = catalog.tombstones.of({pack.name.sequence for pack in old})
         here = catalog.index.find_all(key_array(keys)) >= 0

@@ -84,7 +84,7 @@ _FOOT: Final = np.dtype([("magic", "<u8"), ("blocks", "<u8")])
 
 Array = npt.NDArray[Any]
 Read = Callable[[int, int], memoryview]
-"""Takes (offset, nbytes) and returns bytes of a segment, fewer at the file's end. The next call may overwrite them."""
+"""Takes (offset, nbytes). Returns bytes of a segment, fewer at the file's end. The next call may overwrite them."""
 
 
 class Counts(NamedTuple):
@@ -161,7 +161,7 @@ def encode(record: Record, target: memoryview) -> int:
 
 
 def claimed_blocks(first: memoryview) -> int:
-    """Return a record's length in blocks, unverified, from its first block. 0 if `first` does not begin a record."""
+    """Read the unverified length of a record, in blocks, from its first block. 0 if `first` does not begin a record."""
     if len(first) < BLOCK_NBYTES:
         return 0
     head = np.frombuffer(first, HEAD, 1)[0]
@@ -228,7 +228,7 @@ def read_summary(read: Read, *, segment_blocks: int) -> Record | None:
 
 
 def read_segment(read: Read, *, segment_blocks: int, blocks_there: int) -> tuple[Record, bool] | None:
-    """Return all content of a segment as one SUMMARY, and whether the segment is sealed. None if it has no batch."""
+    """Return all content of a segment as one SUMMARY, and whether the segment is sealed. None without any batch."""
     if blocks_there >= segment_blocks:
         sealed = read_summary(read, segment_blocks=segment_blocks)
         if sealed is not None:
