@@ -181,7 +181,7 @@ def test_hits_are_those_of_the_reference(name, rng):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), [("arc", 0.01), ("s3fifo", 0.002)])
 def test_hits_differ_little_from_the_reference(name, tolerance, rng):
-    """Hits may differ: when room is made for a chunk, only the reference knows whether it was evicted before."""
+    """When the reference makes room for a chunk, it knows whether the chunk was evicted before. A policy does not."""
     for _ in range(8):
         accesses, size = skewed(rng, 4000), rng.randrange(10, 500)
         share = REFERENCES[name](accesses, size) / len(accesses)

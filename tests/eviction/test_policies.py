@@ -34,7 +34,7 @@ class Forest:
         return [row for row in stays if row in candidates and row not in with_children]
 
     def most(self, candidates: set[int]) -> int:
-        """Count the candidates that are evicted if evictable leaves are evicted until none is left."""
+        """Evict all evictable leaves again and again, until none is left. Returns the number of evicted rows."""
         gone: set[int] = set()
         while leaves := self.evictable_leaves(candidates, gone):
             gone |= set(leaves)
@@ -51,7 +51,7 @@ class Forest:
 
 
 def random_forest(rng: random.Random, *, orderly: bool) -> Forest:
-    """Make random trees. If `orderly`, no chunk was read later than its parent, as if a read included its ancestors."""
+    """Make random trees. If `orderly`, no chunk was read later than its parent: a read includes all ancestors."""
     rows = rng.randrange(1, 60)
     parents, accessed = [], []
     for row in range(rows):

@@ -87,7 +87,7 @@ def test_it_is_imported_without_torch_and_without_an_engine():
 
 
 def cut(layers: dict[str, torch.Tensor], order: str, number: int, parts: int) -> dict[str, torch.Tensor]:
-    """Copy part `number` of the heads, of `parts` equal parts, into new layers with axes in `order`."""
+    """Divide the heads into `parts` equal parts. Copy part `number` into new layers with axes in `order`."""
     blocks, heads, tokens, content = next(iter(layers.values())).shape
     shape, few = dict(zip(AXES, (len(layers), blocks, heads // parts, tokens, content), strict=True)), heads // parts
     empty = torch.zeros([shape[axis] for axis in order], dtype=torch.bfloat16)
@@ -111,7 +111,7 @@ def random_caches(order: str, rng: random.Random) -> tuple[dict[str, torch.Tenso
 @pytest.mark.parametrize("kind", ["cpu", "device"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_part_of_the_heads_is_what_a_worker_with_these_heads_has(order: str, kind: str):
-    """Their layouts have equal descriptions and read and write equal bytes, so both kinds of workers share chunks."""
+    """For this part, the two workers share chunks: their layouts have equal descriptions and read equal bytes."""
     seed = random.randrange(1 << 30)
     rng, make = random.Random(seed), Layout if kind == "cpu" else DeviceLayout
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""A stream stops anywhere, and the repeated answer continues it: the client sees one whole answer."""
+"""Wherever a stream stops, the repeated answer continues the stream, and the client sees one whole answer."""
 
 import pytest
 

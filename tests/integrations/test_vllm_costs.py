@@ -25,7 +25,7 @@ def test_without_measurements_a_prefix_is_loaded():
 
 @pytest.mark.parametrize(("nbytes_per_s", "queued", "expected"), [(30e6, 0, True), (20e6, 0, False), (20e6, 200, True)])
 def test_the_sooner_one_is_chosen(nbytes_per_s: float, queued: int, expected: bool):
-    """A prefix of 1 000 tokens is loaded (23 MB) in 0.8 or 1.2 s, or computed in 1 s after the queued tokens."""
+    """A load of 1 000 tokens (23 MB) takes 0.8 or 1.2 s. Computing them takes 1 s, after the queued tokens."""
     costs = measured(nbytes_per_s=nbytes_per_s)
     assert costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=queued, now_s=10.1) is expected
 
@@ -36,8 +36,8 @@ def test_a_load_waits_for_those_before_it():
     while costs.is_load_sooner("n", 46_080_000, 1000, queued_tokens=0, now_s=10.0) and begun < 100:
         costs.begin_load(str(begun), "n", 46_080_000, 10.0)
         begun += 1
-    # A fourth load would end after 1.84 s. Computing instead takes 1 s, and delays the requests whose loads end after
-    # 0.46 and 0.92 s by 0.54 and 0.08 s: 1.62 s in all.
+    # A fourth load would end after 1.84 s. Computing costs less: 1 s, and a delay of two other requests. The loads of
+    # these two end after 0.46 and 0.92 s, so the two wait 0.54 and 0.08 s more. That is 1.62 s in all.
     assert begun == 3
     assert costs.is_load_sooner("another holder", 23_040_000, 1000, queued_tokens=0, now_s=10.0)
 

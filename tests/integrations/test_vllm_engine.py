@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_full_collections")]
 SHARED = prompt(0, 300)
 PROMPTS = [SHARED, prompt(1, 45, after=SHARED[:200]), prompt(2, 20), prompt(3, 257), prompt(4, 33)]
 COMMON = 200 // BLOCK * BLOCK
-"""Number of tokens that the first two prompts share. Loaded for one of these prompts, they serve the other."""
+"""Number of tokens in whole blocks that the first two prompts share. One load of these tokens serves both prompts."""
 FULL = sum((len(one) - 1) // BLOCK * BLOCK for one in PROMPTS)
 
 
@@ -73,7 +73,7 @@ def test_an_engine_on_another_node_reuses_all_and_answers_the_same(
         assert engine.counted("loads", "whole") == engine.counted("loads")
         assert engine.counted("errors") == 0
         assert engine.counted("stored_chunks") == 0
-        assert engine.answer(PROMPTS) == answers  # from the own cache of the engine
+        assert engine.answer(PROMPTS) == answers  # from the engine's own cache
         assert engine.reused_tokens() == FULL
         assert engine.counted("reused_tokens") >= FULL - COMMON
         assert engine.counted("stored_chunks") == 0

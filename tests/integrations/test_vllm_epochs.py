@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("no_full_collections")]
 PROMPTS = [prompt(0, 300), prompt(1, 150)]
 FULL = sum((len(one) - 1) // BLOCK * BLOCK for one in PROMPTS)
 WARM_UP = [prompt(9, 5)]
-"""A prompt that fills no block. It causes a step, with whose output a statement reaches the scheduler's side."""
+"""A prompt that fills no block. It causes a step. The step's output brings a statement to the scheduler's side."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def cluster() -> Iterator[raykv.EmbeddedCluster]:
 
 
 class Own(Engine):
-    """One of several engines in this process, where vLLM has only one variable for the connector of a worker."""
+    """One of several engines in this process. vLLM has only one variable for the connectors of all these engines."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
@@ -105,7 +105,7 @@ def test_engines_share_only_kv_of_the_weights_that_they_have(
         assert first.answer(PROMPTS) == answers[0]
         assert first.reused_tokens() == FULL
 
-        update(first, models[1])  # the same weights, but without a statement
+        update(first, models[1])  # the weights of the second engine, but without a statement
         assert first.answer(PROMPTS) == answers[1]
         assert first.reused_tokens() == 0
         assert private_chunks(cluster) > 0

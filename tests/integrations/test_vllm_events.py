@@ -165,7 +165,7 @@ def test_an_idle_engine_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
 
 
 class Held:
-    """Replaces a client that finds the given keys, and no others, in the memory of its host."""
+    """A fake client. It finds the given keys, and no others, in the memory of its host."""
 
     def __init__(self, *held: int) -> None:
         self.held = held
@@ -216,7 +216,7 @@ def test_a_token_counts_for_the_farthest_source_that_it_needs():
     host, peer, disk = CacheHitSource.HOST, CacheHitSource.P2P, CacheHitSource.DISK
     assert hit_sources(found, range(16), {"here"}) == {host: 4, peer: 8, disk: 4}
     assert hit_sources(found, range(4, 14), {"here"}) == {peer: 8, disk: 2}
-    state = {**one, (1, 16): there}  # the whole hit needs the state at its end
+    state = {**one, (1, 16): there}  # each token of the hit also needs the state at the end of the hit
     found = Found(Hit(16, {0: [4, 8, 12, 16], 1: [16]}), {(0, 0): state})
     assert hit_sources(found, range(16), {"here"}) == {peer: 12, disk: 4}
 
@@ -229,7 +229,7 @@ def consumer() -> Iterator[Any]:
 
 
 def test_a_consumer_of_vllms_events_learns_what_other_engines_find(tmp_path: Path, consumer: Any):
-    """Includes the last chunks of the prompt, which are stored only after the request, when the engine is idle."""
+    """The events include the last chunks of the prompt. An idle engine stores these chunks, after the request."""
     model, document = write_model(tmp_path / "toy", seed=0), prompt(1, 500)
     endpoint = "inproc://raykv-events"
     publishing = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)

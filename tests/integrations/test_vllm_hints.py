@@ -185,7 +185,7 @@ def test_sessions_are_bounded():
     ("prompt", "generated", "superseded"),
     [
         ("systemQ1answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # the template dropped the reasoning
-        ("systemQ*answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # it also changed the end of the prompt
+        ("systemQ*answer1Q2", "more", ["systemQ1<th", "systemQ1<thi"]),  # the template also changed the prompt's end
         ("systemQ1<thi>answer1Q2", "more", []),  # the next turn reads the reasoning
         ("systemQ1", "other", []),  # another answer to the same prompt: both may be continued
         ("systemX1answer1Q2", "more", []),  # another conversation of the session
@@ -203,7 +203,7 @@ def test_the_next_turn_supersedes_what_its_prompt_drops(prompt: str, generated: 
 
 
 class Agent:
-    """Runs requests through vLLM's scheduler, one by one. The engine's own cache is empty before each one."""
+    """Runs requests through vLLM's scheduler, one by one. Before each request, the engine's own cache is empty."""
 
     def __init__(self, model: Path, cluster: raykv.EmbeddedCluster) -> None:
         self.engine = toy.Engine(model, cluster.address(0), random.Random(1), threads=True, load_policy="always")

@@ -5,9 +5,9 @@ engine gets up to 50 requests at once, which begin with parts of the documents. 
 as much as an engine without raykv finds in its own cache. The next engine has such a small KV cache that requests are
 preempted. Some of its requests are aborted, for example during a load.
 
-In float32, all answers must equal those of the engine without raykv. In bfloat16, rounding depends on the batch, so an
-answer may differ where the two likeliest tokens had nearly equal probabilities in the engine without raykv. But a
-request that runs alone must give the same bits after a load as after a hit in the engine's own cache.
+In float32, all answers must equal those of the engine without raykv. In bfloat16, rounding depends on the batch. So an
+answer may differ where that engine gave the two likeliest tokens nearly equal probabilities. But a request that runs
+alone must give the same bits after a load as after a hit in the engine's own cache.
 """
 
 import json
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.usefixture
 SEED = 7
 TOKENS = 8
 MOST_S = 2.0
-"""A load that waits for steps ends after this time at the latest, because an idle engine may make no steps."""
+"""A slowed load waits at most this many seconds for steps of the engine, because an idle engine may make none."""
 ABORTED = 12
 NEARLY_EQUAL = 0.15
 """If two log probabilities differ by less than this, the rounding of bfloat16 may change their order."""
@@ -172,7 +172,7 @@ class Ladder:
 
     Attributes:
         reusable: Number of tokens of the requests that the engine without raykv found in its own cache. For models with
-            latents, which vLLM does not cache on CPU, the number of tokens in whole blocks of the documents instead.
+            latents: how many tokens are in whole blocks of the documents, because vLLM does not cache latents on CPU.
         answers: Answers to all requests.
         long_answers: Longer answers to the first `kind.pressed` requests.
     """
@@ -269,7 +269,7 @@ def test_all_requests_are_answered_the_same_under_pressure(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_load_equals_the_engines_own_prefix_hit_bit_for_bit(name: str, tmp_path: Path):
-    """For models with latents, both compared hits are loads, because vLLM does not cache latents on CPU."""
+    """For models with latents, the test compares two loads, because vLLM does not cache latents on CPU."""
     kind = KINDS[name]
     model = kind.write(tmp_path / "toy")
     document = prompt(1, kind.lengths[1])

@@ -225,7 +225,7 @@ def test_the_name_of_a_model_counts():
     ids=str,
 )
 def test_what_leaves_the_bytes_as_they_are_does_not_count(model: Path, fields: dict[str, Any]):
-    """Engines on other hosts, at other nodes and with other timeouts share chunks."""
+    """Engines share chunks even if their nodes, timeouts, threads and load policies differ."""
     assert namespace(engine(model), config=ConnectorConfig(**fields)).digest == namespace(engine(model)).digest
 
 

@@ -36,7 +36,7 @@ def no_file_of_vllm_stays() -> Iterator[None]:
     [
         # Each rank stores its half of the heads.
         (lambda folder: write_model(folder, seed=0), 2, {"dtype": "float32"}),
-        # Latents are equal on both ranks, so together they store each chunk once.
+        # Latents are equal on both ranks, so the two ranks together store each chunk once.
         (write_mla, 1, {"dtype": "bfloat16", "block_size": 16}),
     ],
     ids=["heads", "latents"],
@@ -48,7 +48,7 @@ def test_engines_with_one_and_two_ranks_share_what_they_store(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """First two ranks store, then one rank loads and stores under two ranks, then two ranks load."""
+    """Two ranks store a prompt. One rank loads it, and stores another under two ranks. Then two ranks load both."""
     monkeypatch.setattr("raykv.integrations.vllm.lookups.HAND_OFF_WAIT_S", 5.0)  # long, for a busy machine
     model, first, second = write(tmp_path / "toy"), prompt(1, TOKENS), prompt(2, TOKENS)
     size = arguments.get("block_size", BLOCK)
@@ -71,7 +71,7 @@ def test_engines_with_one_and_two_ranks_share_what_they_store(
             take = events_of(engine)
             loaded = engine.answer([first])
             assert engine.counted("reused_tokens") == tokens
-            if copies > 1:  # not with bfloat16: one rank and two may answer differently
+            if copies > 1:  # not with bfloat16, where one rank and two ranks may give different answers
                 assert loaded == engine.answer([first], salt="computed")
             take()
             engine.answer([second], count=1, params={"do_remote_decode": True})

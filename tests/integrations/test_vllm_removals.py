@@ -169,7 +169,7 @@ def test_a_chunk_must_be_missing_twice_in_a_row(bench: Bench, cluster: raykv.Emb
 
 
 def test_a_chunk_that_is_published_again_is_not_removed(bench: Bench, cluster: raykv.EmbeddedCluster):
-    """If a chunk is stored again between the check and the event, its last event says that it is stored."""
+    """A chunk may be stored again between the check and the event. Then no event says that the chunk is removed."""
     (client,) = bench.clients
     some = names(2)
     bench.store(some)

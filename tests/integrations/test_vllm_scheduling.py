@@ -2,8 +2,8 @@
 
 The slot of a token holds a hash of all tokens up to this token, in the key cache of each layer. Before a step computes
 anything, all slots that it reads are compared with the hashes that they must hold. So the test finds every wrong load
-(other bytes, too late, or into the wrong place) at once, and every block that was saved before it was full. Requests,
-the ends of loads, and aborts are random. There are so few blocks that requests are often preempted.
+at once: other bytes, too late, or into the wrong place. It also finds every block that was saved before the block was
+full. Requests, the ends of loads, and aborts are random. There are so few blocks that requests are often preempted.
 """
 
 import json
@@ -70,7 +70,7 @@ from tests.support.nodes import stop_process, wait_until  # noqa: E402
 pytestmark = pytest.mark.vllm
 
 BLOCK_TOKENS, BLOCKS, LAYERS = 4, 40, 2
-WINDOW = 7  # tokens: the current one and the 6 before it, in its own block and in the 1 or 2 blocks before
+WINDOW = 7  # tokens: the current token and the 6 tokens before it, which lie in 2 or 3 blocks
 VOCABULARY = 100
 SPECIES = 12  # number of different prefixes of prompts
 
@@ -186,7 +186,7 @@ class Engine:
         With `threads`, lookups, loads and saves run on the connector's own threads. With `publishes`, the connector's
         KV events are appended to `events`.
         """
-        # so that a busy machine skips nothing
+        # The timeouts are long, so that a busy machine skips nothing.
         patient = {"store_timeout_s": 5.0, "lookup_timeout_s": 5.0, "load_policy": "always"}
         config = EngineArgs(
             model=str(model),
@@ -310,7 +310,7 @@ class Engine:
         del self.outputs[name]
 
     def reset(self, weights: int, *, preempt: bool) -> bool:
-        """Reset the caches and change the weights. Return False if loads are in flight, because vLLM then refuses.
+        """Reset the caches and change the weights. Return False if vLLM refuses because of loads in flight.
 
         Without `preempt`, running requests go on with KV of the old weights, and vLLM does not clear its own cache.
         """
@@ -616,7 +616,7 @@ def test_no_slot_holds_kv_of_other_weights(
 
 
 def test_a_request_that_begins_with_a_part_of_an_old_block_stores_nothing(model: Path, cluster: raykv.EmbeddedCluster):
-    """The lookup is told only of the blocks before the partly reused one, as if the request had no old KV."""
+    """The lookup gets only whole blocks, so it cannot see that the request also begins with a part of an old block."""
     shape = {"kinds": "fs", "block_tokens": 2 * BLOCK_TOKENS}
     engine = Engine(model, cluster.address(0), random.Random(1), threads=True, **shape)
     start, prompt = list(range(BLOCK_TOKENS + 2)), [*range(BLOCK_TOKENS + 2), *range(50, 70)]
@@ -756,7 +756,7 @@ def test_a_request_is_recorded_on_a_thread(model: Path, node: tuple[str, int], m
 def test_an_event_goes_out_for_each_stored_chunk(
     model: Path, cluster: raykv.EmbeddedCluster, overlap: bool, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """Each event names chunks that another engine finds. Its tokens follow the tokens of its parent."""
+    """Each event names chunks that another engine finds. The event's tokens follow the tokens of its parent block."""
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     rng = random.Random(f"{overlap} {shape}")
     options = {"overlap": overlap, "publishes": True, **shape}
@@ -861,7 +861,7 @@ def test_a_router_learns_which_chunks_are_gone(
     ends = {(group, each) for group, each in known if client.exists([each + suffixes[group]]).all()}
     if engine.chunk_blocks == 1:
         assert known == ends
-    else:  # the router knows all blocks of each chunk, and `ends` has only the last ones
+    else:  # the router knows all blocks of each chunk, but `ends` has only the last block of each
         assert len(ends) < len(known) <= engine.chunk_blocks * len(ends)
     assert deleted
     assert len(known) < len(known_to_a_router([event for event in engine.events if isinstance(event, BlockStored)]))

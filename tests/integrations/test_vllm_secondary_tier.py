@@ -405,7 +405,7 @@ def test_an_engine_may_stop_while_chunks_are_on_their_way(start: Start, cluster:
     while LookupResult.RETRY in [engine.call(engine.manager.lookup, key, engine.request) for key in keys_of(range(4))]:
         engine.step()
     engine.step()
-    engine.offload(keys_of(range(10, 14)))  # `start` closes the engine
+    engine.offload(keys_of(range(10, 14)))  # at the end of the test, the fixture `start` closes the engine
 
 
 def test_a_prompt_is_stored_as_a_chain(start: Start, cluster: raykv.EmbeddedCluster):

@@ -2,7 +2,7 @@
 
 The far node is a separate process. It is either killed, or stopped: a stopped node accepts connections and answers
 nothing. No request may fail, all answers must be those of an engine without raykv, and no hook may wait for the far
-node. The limit for a hook is far above its usual time, and below the timeouts of lookups and loads.
+node. The limit for a hook is far above the hook's usual time, and below the timeouts of lookups and loads.
 """
 
 import os
@@ -161,7 +161,7 @@ def test_a_far_node_that_is_stopped(
                 moment.at_load.append(lambda: stop_process(far.pid))
             elif name == "during the load":
                 moment.at_part.append(lambda: stop_process(far.pid))
-            else:  # the engine has the prompts in its cache, and only the far node stores them
+            else:  # the engine first loads the prompts, which only the far node stores, into its own cache
                 loaded = engine.counted("loaded_tokens", "far")
                 assert engine.answer(prompts) == answers[name]
                 assert engine.counted("loaded_tokens", "far") - loaded > 1000
@@ -175,7 +175,7 @@ def test_a_far_node_that_is_stopped(
             print(name, {hook: round(took_s, 4) for hook, took_s in longest.items() if took_s > 0.005})
             assert max(longest.values()) < HOOK_S, longest
             if params is None:
-                # If the far node is stopped before the lookup, it may be that nothing is found, so nothing is lost.
+                # If the far node is stopped before the lookup, the lookup may find nothing. Then nothing is lost.
                 assert name == "before the lookup" or engine.counted("lost_tokens") > lost
             os.kill(far.pid, signal.SIGCONT)
             far.stats()  # waits until it answers again

@@ -324,7 +324,7 @@ def test_a_full_arena_skips_and_says_why(benches: list[Bench]):
     with raykv.embedded(nodes=1, arena_nbytes="1 MiB", extent_nbytes="1 MiB") as small:
         other = small.client(NAMESPACE)
         other.put(["large"], [bytes(1 << 16)])
-        with other.pin(["large"]):  # occupies the only extent with chunks of another size
+        with other.pin(["large"]):  # chunks of another size occupy the only extent
             bench = Bench(lambda: small.client(NAMESPACE))
             benches.append(bench)
             assert bench.save() == "full"

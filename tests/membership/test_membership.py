@@ -77,7 +77,7 @@ def test_after_a_restart_it_learns_the_view_from_its_nodes():
     directory = Membership(member_timeout_s=5.0)
     nodes[1].beat(directory, 2.0)
     assert directory.view == before
-    assert directory.expire(now_s=6.9) == []  # until 7.0, the two other nodes may still send a heartbeat
+    assert directory.expire(now_s=6.9) == []  # the two other nodes may still send a heartbeat until 7.0 s
     nodes[1].beat(directory, 6.0)
     assert sorted(directory.expire(now_s=7.1)) == ["a", "c"]
 

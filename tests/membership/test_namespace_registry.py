@@ -73,7 +73,7 @@ def test_it_is_bounded():
 
 @pytest.mark.slow
 def test_a_trimmed_entry_does_not_come_back_from_another_copy():
-    """The directory must not take trimmed entries back from a node, because then the list would grow without end."""
+    """The directory must not take trimmed entries back from a node. Otherwise the list would grow without end."""
     registry, node = NamespaceRegistry(), NamespaceRegistry()
     for number in range(MAX_ENTRIES + 700):
         registry.drop(Namespace(model=str(number)), now_ns=10_000 + number)

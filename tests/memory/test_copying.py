@@ -100,7 +100,7 @@ def batch(rng, count: int, nbytes: int):
 
 
 class Helpers:
-    """A callable that starts `count` threads to share a copy job. If given `fails_after_s`, it raises KeyError then."""
+    """Starts `count` threads that share a copy job. With `fails_after_s`, the call raises KeyError after that time."""
 
     def __init__(self, count: int, fails_after_s: float | None = None) -> None:
         self.count, self.fails_after_s = count, fails_after_s
@@ -194,7 +194,7 @@ def test_a_process_that_may_have_no_more_threads_copies_alone(monkeypatch, rng):
 
 @pytest.mark.parametrize("loops", ["compiled"], indirect=True)
 def test_a_child_by_fork_has_threads_of_its_own(rng, loops):
-    """The child must not use the parent's executor, because it is forked while a lock of that executor is held."""
+    """The child is forked while a lock of the parent's executor is held. So the child must not use this executor."""
     threads = CopyThreads(2)
     slots, values, _ = batch(rng, 4, 1 << 20)
     expected = [checksum_of(value) for value in values]

@@ -15,7 +15,7 @@ EDGES = [64 * n + d for n in (3, 4, 15, 16, 17, 32, 255, 256, 257) for d in (-1,
 
 @pytest.fixture(params=[True, False])
 def width(request):
-    """Run a test with AVX2 and without. The run with AVX2 is skipped if the processor or the compiled loops lack it."""
+    """Run a test with and without AVX2. The run with AVX2 is skipped if the processor or the loops do not have AVX2."""
     loops = native.loops
     if request.param and (loops is None or not loops.avx2(True)):
         pytest.skip("no AVX2 here")

@@ -39,8 +39,8 @@ class Writer:
         self.arena.populate(0, self.arena.nbytes)
         self.reader = ShmReader(str(self.table.memory.path), str(self.arena.path), writable=False)
         self.versions = dict.fromkeys(range(40), 0)
-        self.holds: dict[int, int] = {}  # row -> number of the ready chunk in it
-        self.indexed: dict[int, int] = {}  # row -> number of the key that the index maps to it
+        self.holds: dict[int, int] = {}  # row -> number of the ready chunk in this row
+        self.indexed: dict[int, int] = {}  # row -> number of the key that the index maps to this row
 
     def steps(self, row: int, number: int):
         """Remove the chunk in `row`, if any, and then store chunk `number` there. Readers may run at each yield."""
@@ -119,7 +119,7 @@ def test_a_change_between_lookup_and_copy_is_a_miss_or_right(monkeypatch, before
 @HYPOTHESIS
 @given(before=changes, unfinished=changes, asked=st.integers(0, 39))
 def test_a_half_done_change_is_a_miss_or_right(before, unfinished, asked):
-    """The read of a ready chunk must be a hit. The read of a half-changed one is a miss or gets right bytes."""
+    """The read of a ready chunk must be a hit. The read of a half-changed chunk is a miss or gets right bytes."""
     writer = Writer()
     for row, number, _ in before:
         writer.put(row, number)
@@ -238,8 +238,8 @@ def test_an_index_without_an_empty_entry_makes_misses(writer, entry):
 def test_readers_miss_no_chunk_that_is_there_while_the_index_changes(rng: random.Random):
     """Readers find every committed key while other keys are added and removed, and while the index is rebuilt.
 
-    A lookup may miss if the index is rebuilt twice during the lookup. So both readers begin new lookups between two
-    rebuilds.
+    A lookup may miss if the index is rebuilt twice during the lookup. So the test waits before each rebuild
+    until both readers have begun new lookups.
     """
     rows, steps = 512, 4000
     table = Table.create(None, rows=rows, extents=1, extent_nbytes=rows * PAGE, now_s=0.0)

@@ -236,7 +236,7 @@ def test_an_index_that_does_not_name_each_ready_row_once_is_rebuilt(np_rng, how)
         table.index[places[3]] = table.index[places[4]]
     else:
         entries = table.index[places]
-        table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # same sum, same XOR
+        table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # the sum and XOR stay the same
     assert not table.header["dirty"]
     assert recovery.recover(table).ready.tolist() == rows.tolist()
     assert table.find(keys).tolist() == rows.tolist()

@@ -18,8 +18,8 @@ from raykv.transport.link import Link
 
 MIB, GIB = 1 << 20, 1 << 30
 FIRST_ANSWER_NBYTES = 160 * MIB
-"""Most memory that a node with a table of 10 million rows may take before its first answer. Of the table's 850 MiB,
-mainly the index in use has memory by then (76 MiB). The arena has none."""
+"""Limit for the memory that a node with a table of 10 million rows takes before its first answer. By then, the arena
+has no memory. Of the table's 850 MiB, mainly the index in use has memory (76 MiB)."""
 
 
 @pytest.mark.parametrize(("rows", "most_nbytes"), [(16 * GIB >> 16, 32 * MIB), (10_000_000, FIRST_ANSWER_NBYTES)])

@@ -71,7 +71,7 @@ def test_chunks_below_memory_are_located_read_pinned_and_deleted(node):
 
 
 def test_the_owner_answers_for_a_shared_tier_that_others_wrote(node):
-    """Only the node that wrote a chunk to a shared tier announces it, and that node may be gone."""
+    """Only the node that wrote a chunk to a shared tier announces the chunk, and that node may be gone."""
     peer, below = Peer(node), below_of(node)
     index = node.location_index
     index.remove("n", np.frombuffer(keys_of(NAMES), "<u8").reshape(-1, 2))

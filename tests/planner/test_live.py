@@ -124,7 +124,7 @@ def test_a_node_with_an_ssd_hits_as_often_as_the_planner_says(tmp_path, requests
     ssd = Ssd(below, segment, Admission(None, now_s=0.0), token_nbytes=nbytes // trace.chunk_tokens)
     outcome = replay(trace, policy("leaf_lru"), capacity, ssd=ssd)
     planned = outcome.prefix_hits / trace.accesses
-    segment_nbytes = (segment * 17 + 60) * 4096  # 16 pages per chunk; the others hold records and the summary
+    segment_nbytes = (segment * 17 + 60) * 4096  # a chunk takes 16 pages; other pages hold the records and the summary
     drives = {
         "paths": [str(tmp_path)],
         "segment_nbytes": segment_nbytes,

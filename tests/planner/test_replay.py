@@ -13,8 +13,8 @@ from raykv.planner.trace import Request, Trace, read_trace
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic_trace.jsonl.gz"
 SHARES = [0.01, 0.05, 0.1, 0.25, 0.5, 0.75]
 # Hits of libcachesim 0.3.5 (PyPI) with its defaults. The trace has 121,877 accesses: one for each block of each
-# request, in order. A block is an object of size 1, and the cache holds round(share * 43,924) objects. Belady's policy
-# gets for each access the place of the next access to the same object.
+# request, in order. A block is an object of size 1, and the cache holds round(share * 43,924) objects. For Belady's
+# policy, each access also carries the place of the next access to the same object.
 RECORDED = {
     "fifo": [4400, 18435, 30065, 51058, 67067, 73659],
     "lru": [4184, 18861, 31668, 54044, 71763, 76686],
@@ -161,7 +161,7 @@ def compare(trace: Trace, name: str, shares: list[float]) -> None:
         assert found.prefix_hits / trace.accesses == pytest.approx(recorded / trace.accesses, abs=TOLERANCE[name])
 
 
-# Cache size, as a share of the trace's chunks -> least lead of density over LRU, in percentage points of hits.
+# Cache size (a share of the trace's chunks) -> density has at least this many percentage points more hits than LRU.
 POINTS_ABOVE_LRU = {0.1: 3.0, 0.25: 5.0, 0.4: 5.0}
 
 

@@ -17,7 +17,7 @@ tokens = st.lists(st.integers(0, (1 << 32) - 1), max_size=40)
 
 @given(tokens, st.integers(1, 8))
 def test_a_chain_has_a_key_for_each_full_chunk(prompt, chunk_tokens):
-    """Compared with a second implementation: one chunk at a time, on plain bytes."""
+    """The keys equal those of a second implementation, which hashes plain bytes, one chunk at a time."""
     expected, parent = [], b""
     for start in range(0, len(prompt) - chunk_tokens + 1, chunk_tokens):
         raw = b"".join(token.to_bytes(4, "little") for token in prompt[start : start + chunk_tokens])

@@ -240,7 +240,7 @@ def test_a_group_that_cannot_give_its_share_is_helped_out():
         bench.put(name)
     bench.put(LETTERS[16:], group=other)
     bench.store.use_policy(other, "leaf_lru", now_s=bench.now_s)
-    pinned = bench.pin(LETTERS[-1])  # the end of the chain, which keeps the whole chain
+    pinned = bench.pin(LETTERS[-1])  # the last chunk of the chain. Its pin keeps the whole chain
     assert bench.put("uvwxyz", chained=False) == 6
     assert bench.here(LETTERS) == LETTERS[6:]
     bench.store.unpin(pinned)
