@@ -54,8 +54,8 @@ class RowHints:
     def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
         """Change hints of rows. A hint of None stays as it is. A `ttl_s` of 0 means no expiry.
 
-        `ended`: True marks the session of the rows as ended. A later read of a row removes the row's mark. False
-        removes all marks of the rows.
+        `ended`: True means that the session of the rows has ended, until a row is read again. False means that the
+        session goes on.
         """
         self.active = True
         if ttl_s is not None:

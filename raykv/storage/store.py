@@ -277,7 +277,7 @@ class Store:
         pins, rows = self.table.columns.pins, rows[rows >= 0]
         before = pins[rows]
         np.subtract.at(pins, rows, np.uint16(1))
-        if (pins[rows] > before).any():  # a pin count went below 0 and wrapped around
+        if (pins[rows] > before).any():  # a number of pins has fallen below 0 and wrapped around
             np.add.at(pins, rows, np.uint16(1))
             raise UsageError("rows with fewer pins than are to end: unpin each row once for each pin")
         self.allocator.free_unpinned(rows)
