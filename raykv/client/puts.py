@@ -13,7 +13,7 @@ from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array, expect
 from raykv.protocol.namespace import Namespace
 from raykv.transport.base import Runs
-from raykv.transport.bulk_read import with_checksums
+from raykv.transport.bulk_read import hashed
 from raykv.transport.link import Link
 from raykv.types import Batch, KeyArray, PutResult, Scattered
 
@@ -113,7 +113,7 @@ class _RemoteWrite:
             chunk_keys.to_bytes(batch.keys), batch.nbytes, batch.chained, parent, batch.depth, *batch.hints,
             group=self._group.digest,
         )  # fmt: skip
-        accepted = messages.Accepted(b"")
+        accepted, checksums = messages.Accepted(b""), bytearray()
 
         def pick(answer: messages.Answer) -> Runs:
             nonlocal accepted
@@ -121,10 +121,13 @@ class _RemoteWrite:
             self._positions = array(accepted.positions, "<i4", len(accepted.positions) // 4).tolist()
             if not all(0 <= position < len(self._values) for position in self._positions):
                 raise ProtocolError("the node accepted a position outside the request")
-            return with_checksums(self._values, self._positions)
+            return hashed(self._values, self._positions, checksums)
+
+        def closing() -> messages.Message:
+            return messages.Checksums(bytes(checksums))
 
         try:
-            count = expect(messages.Count, link.push(request, pick, deadline_s=self._deadline_s)).count
+            count = expect(messages.Count, link.push(request, pick, closing, deadline_s=self._deadline_s)).count
         except TransientError:
             self._offered.update(self._positions)
             raise

@@ -35,9 +35,6 @@ class Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     group: bytes = b""
 
 
-# -- requests ---------------------------------------------------------------------------------------------------------
-
-
 class Attach(Message):
     """Ask for the node's name and the paths of its shared-memory files. Answer: Attached."""
 
@@ -108,8 +105,8 @@ class GiveBack(Message):
 class Write(Message):
     """Store chunks of equal size that a client on another host sends. See `raykv.types.Batch` for the fields.
 
-    Answer: Accepted. Then the client sends the accepted chunks, and after them the checksums (u64) of all these chunks.
-    Second answer: Count of the chunks that the node stored.
+    Answer: Accepted. Then the client sends the bytes of the accepted chunks, and the message Checksums. Second answer:
+    Count of the chunks that the node stored.
     """
 
     keys: bytes
@@ -119,6 +116,12 @@ class Write(Message):
     depth: int = 0
     ttl_s: float = 0.0
     priority: int = 0
+
+
+class Checksums(Message):
+    """Follows the bytes of a Write: the checksum (u64) of each chunk."""
+
+    checksums: bytes
 
 
 class Read(Message):
@@ -264,9 +267,6 @@ class Leave(Message):
     """Tell the membership proxy that a node stops permanently and leaves the cluster. Answer: Done, or Unavailable."""
 
     node_id: NodeId
-
-
-# -- answers ----------------------------------------------------------------------------------------------------------
 
 
 class Done(Message):
@@ -440,9 +440,9 @@ class Failure(Message):
 
 
 Request = (
-    Attach | GetView | GetStats | OpenNamespace | Lend | Commit | GiveBack | Write | Read | Pin | Unpin | Promote
-    | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt | Report | RecordTrace | FetchTrace
-    | Heartbeat | Leave
+    Attach | GetView | GetStats | OpenNamespace | Lend | Commit | GiveBack | Write | Checksums | Read | Pin | Unpin
+    | Promote | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt | Report | RecordTrace
+    | FetchTrace | Heartbeat | Leave
 )  # fmt: skip
 Answer = (
     Done | Count | Attached | ViewIs | Lent | Committed | Accepted | Held | Reading | Located | Histories | Configured

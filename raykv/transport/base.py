@@ -1,8 +1,8 @@
 """Types that both ends of a connection use. `raykv.transport.link.Link` is the client end, `Service` the server end.
 
 A client sends a request, and the server sends an answer. For a read, the server then sends chunk bytes from its arena
-to the client's buffers. For a write, the client sends chunk bytes after the answer. Large payloads are not copied to an
-intermediate buffer.
+to the client's buffers. For a write, the client sends chunk bytes and a closing message after the answer. Large
+payloads are not copied to an intermediate buffer.
 
 Requests can be pipelined: `Link.post` sends a request without waiting, and `Link.collect` receives the answers in the
 order of the requests. Each request of a link has a number, and its answer has the same number.
@@ -59,6 +59,7 @@ class Reply:
         answer: The answer. The transport sends it first.
         outgoing: Chunk bytes to send after the answer. This memory must not change until `finish` is called.
         incoming: Buffers for the bytes that the client sends after the answer.
+        closing: If given, the client sends a message after the bytes. The transport calls this function with it.
         finish: The transport calls this function exactly once: with True after all bytes were transferred, with False
             after a failure. If the function returns an answer, the transport sends it as a second answer.
     """
@@ -66,6 +67,7 @@ class Reply:
     answer: Answer
     outgoing: Sequence[memoryview] = ()
     incoming: Targets = ()
+    closing: Callable[[Message], None] | None = None
     finish: Callable[[bool], Answer | None] = lambda complete: None
 
 

@@ -243,16 +243,14 @@ class BulkRead:
         self._run.arrived += places
 
 
-def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]) -> Runs:
-    """Yield the payload of a Write: the values at `places`, then the checksum (u64) of each value.
+def hashed(values: Sequence[Sequence[memoryview]], places: Sequence[int], checksums: bytearray) -> Runs:
+    """Yield the payload of a Write: the values at `places`. Append the checksum (u64) of each to `checksums`.
 
     Each chunk is hashed just before it is sent, so that its bytes are read from memory only once.
     """
-    checksums = b""
     for place in places:
         checksums += checksums_of([values[place]])
         yield values[place]
-    yield [memoryview(checksums)]
 
 
 def drain(nbytes: int) -> list[memoryview]:

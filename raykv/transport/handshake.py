@@ -1,7 +1,8 @@
 """The handshake: each end of a new connection verifies that its peer belongs to the cluster.
 
-Over TCP each end proves that it knows the cluster's secret. The proof is an HMAC over fresh nonces of both ends. Over a
-Unix socket the kernel reports the peer's user. Each end accepts only its own user, and the secret is empty.
+Over TCP each end proves that it knows the cluster's secret. The proof is an HMAC over fresh nonces of both ends. From
+the end of the handshake on, every message has a tag (`raykv.transport.seal`). Over a Unix socket the kernel reports the
+peer's user. Each end accepts only its own user, the secret is empty, and messages have no tag.
 
     client: "raykv", version, nonce   ->   server: "raykv", version, nonce, proof   ->   client: proof   ->   server: 1
 """
@@ -17,6 +18,7 @@ from typing import Final
 
 from raykv.errors import PeerUnavailable, ProtocolError
 from raykv.protocol.codec import VERSION
+from raykv.transport.seal import Seal
 from raykv.transport.stream import Stream
 
 GREETING: Final = struct.Struct("<5sH32s")
@@ -40,6 +42,8 @@ def greet_server(stream: Stream, secret: bytes, deadline_s: float) -> None:
     stream.send(proof(secret, "asking", nonce, theirs), deadline_s)
     if stream.exactly(1, deadline_s) != _ACCEPTED:
         raise PeerUnavailable("the peer refused the connection")
+    if stream.socket.family != socket.AF_UNIX:
+        stream.seal = Seal.of_client(secret, nonce + theirs)
 
 
 def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadline_s: float) -> None:
@@ -60,6 +64,8 @@ def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadl
         raise ProtocolError("the peer does not know this cluster's secret")
     admit()
     stream.send(_ACCEPTED, deadline_s)
+    if stream.socket.family != socket.AF_UNIX:
+        stream.seal = Seal.of_server(secret, theirs + nonce)
 
 
 def greeting(nonce: bytes) -> bytes:

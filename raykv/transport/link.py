@@ -77,16 +77,30 @@ class Link:
         self.post(request, deadline_s=deadline_s)
         return self.collect(place, deadline_s=deadline_s)
 
-    def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
+    def push(
+        self,
+        request: Message,
+        pick: Callable[[Answer], Runs],
+        closing: Callable[[], Message] | None = None,
+        *,
+        deadline_s: float,
+    ) -> Answer:
         """Send a Write, and its payload after the first answer. Returns the second answer.
 
-        `pick` computes the payload from the first answer. Raises the errors of `collect`. The caller must have
-        collected all earlier answers.
+        Raises the errors of `collect`. The caller must have collected all earlier answers.
+
+        Args:
+            pick: Computes the payload from the first answer.
+            closing: Makes the message that follows the payload. It is called after the payload was sent. None: no
+                message follows.
+            deadline_s: When to give up.
         """
         request_id = self._next_id
         first = self.call(request, deadline_s=deadline_s)
         try:
             self._stream.send_runs(pick(first), deadline_s)
+            if closing is not None:
+                self._stream.send(encode(closing(), self.epoch, request_id), deadline_s)
             answer = self._receive(request_id, deadline_s)
         except BaseException:
             self.close()

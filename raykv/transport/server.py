@@ -218,6 +218,8 @@ class SocketServer:
             stream.send_with(message, reply.outgoing, stall_s=stall_s)
             for run in reply.incoming:
                 stream.fill(run, time.monotonic() + stall_s)
+            if reply.closing is not None:
+                reply.closing(stream.message(time.monotonic() + stall_s)[0])
             complete = True
         finally:
             second = reply.finish(complete)

@@ -23,6 +23,7 @@ from raykv.memory.copying import TINY_NBYTES
 from raykv.protocol.codec import HEADER, Header, decode, decode_header
 from raykv.protocol.messages import Answer, Request
 from raykv.transport.base import ChunkRun, Runs
+from raykv.transport.seal import TAG_NBYTES, Seal
 
 READ_AHEAD_NBYTES: Final = 4096
 STEP_NBYTES: Final = 1 << 20
@@ -44,6 +45,10 @@ class Stream:
 
     Methods raise PeerUnavailable when the deadline has passed or the connection is lost. After this error the stream
     may be in the middle of a message, so the caller must close the socket.
+
+    Attributes:
+        seal: Adds a tag to each message, and checks the tags of received messages. None: messages have no tag. The
+            handshake sets it.
     """
 
     def __init__(self, connection: socket.socket, *, tick_s: float) -> None:
@@ -53,6 +58,8 @@ class Stream:
         self.set_tick(tick_s)
         self._ahead = memoryview(bytearray(READ_AHEAD_NBYTES))
         self._start = self._end = 0  # range of the bytes in `_ahead` that are not used yet
+        self._header = b""  # of the message whose body comes next
+        self.seal: Seal | None = None
 
     def set_tick(self, tick_s: float) -> None:
         """Let each system call wait for at most `tick_s` seconds. A method may overrun its deadline by this long."""
@@ -64,11 +71,11 @@ class Stream:
 
     def send(self, message: bytes, deadline_s: float) -> None:
         """Send one message."""
-        self._send_some([memoryview(message)], deadline_s)
+        self._send_some([memoryview(self._sealed(message))], deadline_s)
 
     def send_with(self, message: bytes, pieces: Sequence[memoryview], *, stall_s: float) -> None:
         """Send a message and its payload. Each step of STEP_NBYTES may take at most `stall_s` seconds."""
-        for step in _steps(memoryview(message), pieces):
+        for step in _steps(memoryview(self._sealed(message)), pieces):
             self._send_some(step, time.monotonic() + stall_s)
 
     def send_runs(self, runs: Runs, deadline_s: float) -> None:
@@ -76,6 +83,9 @@ class Stream:
         for run in runs:
             for first in range(0, len(run), STEP_PIECES):
                 self._send_some(list(run[first : first + STEP_PIECES]), deadline_s)
+
+    def _sealed(self, message: bytes) -> bytes:
+        return message if self.seal is None else message + self.seal.tag(message)
 
     def _send_some(self, pieces: list[memoryview], deadline_s: float) -> None:
         """Send at most STEP_PIECES pieces. Even if the deadline has passed, there is one attempt."""
@@ -112,15 +122,26 @@ class Stream:
             if not self._read_ahead():
                 _require_time(deadline_s)
         start, self._start = self._start, self._start + _HEADER_NBYTES
-        return decode_header(self._ahead[start : self._start])
+        self._header = bytes(self._ahead[start : self._start])
+        return decode_header(self._header)
 
     def body(self, header: Header, deadline_s: float) -> Request | Answer:
         """Receive the message that follows a header. Raises the errors of `message`."""
-        start, end = self._start, self._start + header.length
-        if end <= self._end:
-            self._start = end
-            return decode(self._ahead[start:end])
-        return decode(self.exactly(header.length, deadline_s))
+        nbytes, start = header.length + self._tag_nbytes, self._start
+        raw: memoryview | bytes
+        if start + nbytes <= self._end:
+            raw, self._start = self._ahead[start : start + nbytes], start + nbytes
+        else:
+            raw = self.exactly(nbytes, deadline_s)
+        if self.seal is None:
+            return decode(raw)
+        body = raw[: header.length]
+        self.seal.check(self._header, body, raw[header.length :])
+        return decode(body)
+
+    @property
+    def _tag_nbytes(self) -> int:
+        return 0 if self.seal is None else TAG_NBYTES
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until a message has arrived, or the first READ_AHEAD_NBYTES of a long message.
@@ -149,7 +170,7 @@ class Stream:
         if len(here) < _HEADER_NBYTES:
             return False
         length: int = HEADER.unpack_from(here)[-1]
-        return len(here) >= min(_HEADER_NBYTES + length, READ_AHEAD_NBYTES)
+        return len(here) >= min(_HEADER_NBYTES + length + self._tag_nbytes, READ_AHEAD_NBYTES)
 
     def _read_ahead(self, flags: int = 0) -> int:
         """Read bytes into the buffer. Returns their number. Waits for up to a tick, unless `flags` is MSG_DONTWAIT."""

@@ -30,6 +30,7 @@ EXAMPLES = [
     messages.Commit((RUN, RUN)),
     messages.GiveBack(b"rows"),
     messages.Write(b"keys", 4096, False, b"parent", 9, 60.0, -3),
+    messages.Checksums(b"sums"),
     messages.Read(b"keys", True),
     messages.Pin(b"keys"),
     messages.Unpin(b"rows"),

@@ -92,9 +92,14 @@ def raw_socket(address: str) -> socket.socket:
 
 def member_socket(address: str, secret: bytes = SECRET) -> socket.socket:
     """A connection after the handshake, over which a test can send any bytes."""
-    connection = raw_socket(address)
-    greet_server(stream_on(connection), b"" if address.startswith("unix:") else secret, soon())
-    return connection
+    return member_stream(address, secret).socket
+
+
+def member_stream(address: str, secret: bytes = SECRET) -> Stream:
+    """A connection after the handshake, over which a test can send any message. The stream adds its tag."""
+    stream = stream_on(raw_socket(address))
+    greet_server(stream, b"" if address.startswith("unix:") else secret, soon())
+    return stream
 
 
 def stream_on(connection: socket.socket) -> Stream:

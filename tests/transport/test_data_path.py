@@ -318,9 +318,10 @@ def test_parts_hold_all_places_in_order_and_keep_to_the_limits(rng):
 
 def test_the_payload_of_a_write():
     values = [[memoryview(content(n))[:7], memoryview(content(n))[7:]] for n in range(5)]
-    sent = b"".join(bytes(piece) for run in bulk_read.with_checksums(values, [0, 2, 4]) for piece in run)
-    sums = np.array([checksum_of(values[n]) for n in (0, 2, 4)], "<u8").tobytes()
-    assert sent == content(0) + content(2) + content(4) + sums
+    checksums = bytearray()
+    sent = b"".join(bytes(piece) for run in bulk_read.hashed(values, [0, 2, 4], checksums) for piece in run)
+    assert sent == content(0) + content(2) + content(4)
+    assert checksums == np.array([checksum_of(values[n]) for n in (0, 2, 4)], "<u8").tobytes()
 
 
 def test_a_drained_payload_takes_no_memory_of_its_size():

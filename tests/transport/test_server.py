@@ -15,7 +15,16 @@ from raykv.transport import handshake, server
 from raykv.transport.addresses import parse_address
 from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
-from tests.support.transports import SECRET, Warehouse, is_closed, member_socket, raw_socket, soon, stream_on
+from tests.support.transports import (
+    SECRET,
+    Warehouse,
+    is_closed,
+    member_socket,
+    member_stream,
+    raw_socket,
+    soon,
+    stream_on,
+)
 
 VERSION = codec.VERSION
 
@@ -66,8 +75,12 @@ def test_garbage_after_the_handshake(served, rng):
         header(100_000) + b"\x91" * 100_000,
         *(rng.randbytes(1000) for _ in range(20)),
     ):
-        with member_socket(served.address) as stream:
-            assert is_closed(stream, after=body)
+        with member_socket(served.address) as plain:
+            assert is_closed(plain, after=body)
+        stream = member_stream(served.address)
+        with stream.socket:
+            stream.send(body, soon())
+            assert is_closed(stream.socket, after=b"")
     assert serves(served)
 
 
@@ -91,7 +104,7 @@ def test_random_frames_never_stop_a_server(served, rng, recwarn):
         if rng.random() < 0.2:  # replace the body by as many random bytes
             body = body[: codec.HEADER.size] + rng.randbytes(len(body) - codec.HEADER.size)
         if connection is None:
-            connection = stream_on(member_socket(served.address))
+            connection = member_stream(served.address)
         connection.send(bytes(body), soon())
         answer, head = connection.message(soon())
         assert head.request_id == number + 1
@@ -107,20 +120,22 @@ def test_random_frames_never_stop_a_server(served, rng, recwarn):
 def test_text_that_is_not_utf8_is_a_protocol_error(served):
     whole = codec.encode(messages.Leave("node-0"), 0, 5)
     for wrong in (b"\xff", b"\xc3", b"\x80"):
-        with member_socket(served.address) as connection:
-            connection.sendall(whole.replace(b"n", wrong, 1))
-            answer, head = stream_on(connection).message(soon())
+        stream = member_stream(served.address)
+        with stream.socket:
+            stream.send(whole.replace(b"n", wrong, 1), soon())
+            answer, head = stream.message(soon())
             assert (type(answer), head.request_id) == (messages.Failure, 5)
             assert answer.kind == "ProtocolError"
-            assert is_closed(connection)
+            assert is_closed(stream.socket)
 
 
 def test_the_log_says_little_about_a_thousand_bad_frames(served, caplog):
     caplog.set_level(logging.DEBUG)
     for number in range(1000):
-        with member_socket(served.address) as stream:
-            stream.sendall(header(5) + b"\xff" * 5 if number % 2 else header(9, version=99))
-            assert is_closed(stream)
+        stream = member_stream(served.address)
+        with stream.socket:
+            stream.send(header(5) + b"\xff" * 5 if number % 2 else header(9, version=99), soon())
+            assert is_closed(stream.socket)
     assert 1 <= len(caplog.records) <= server.MAX_LOG_LINES
     assert max(len(record.getMessage()) for record in caplog.records) < 500
     assert serves(served)
@@ -142,9 +157,10 @@ def test_the_log_counts_what_it_left_out(caplog, monkeypatch):
 
 
 def test_the_peer_learns_what_was_wrong(served):
-    with member_socket(served.address) as stream:
-        stream.sendall(header(0, version=VERSION + 1))
-        answer, head = stream_on(stream).message(soon())
+    stream = member_stream(served.address)
+    with stream.socket:
+        stream.send(header(0, version=VERSION + 1), soon())
+        answer, head = stream.message(soon())
         assert isinstance(answer, messages.Failure)
         assert head.request_id == 0
         assert f"version {VERSION + 1}" in answer.text
@@ -161,8 +177,9 @@ def test_one_that_does_not_read_is_disconnected(served, service):
     with raw_socket(served.address) as sleeper:
         sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         secret = b"" if served.address.startswith("unix:") else SECRET
-        handshake.greet_server(stream_on(sleeper), secret, soon())
-        sleeper.sendall(codec.encode(messages.Read(b""), 0, 1))  # 30 MiB that nobody reads
+        stream = stream_on(sleeper)
+        handshake.greet_server(stream, secret, soon())
+        stream.send(codec.encode(messages.Read(b""), 0, 1), soon())  # 30 MiB that nobody reads
         assert serves(served)
         until_s = soon()
         while not service.finished:

@@ -10,12 +10,12 @@ import pytest
 
 import raykv
 from raykv.errors import RayKVError
+from raykv.memory.copying import checksum_of
 from raykv.node.node import Node
 from raykv.protocol import codec, messages
-from raykv.transport.bulk_read import with_checksums
 from raykv.transport.link import Link
 from tests.support.nodes import Peer, keys_of, make_node, running_node, wait_until
-from tests.support.transports import SECRET, member_socket, soon, stream_on
+from tests.support.transports import SECRET, member_stream, soon
 
 PAGE = 4096
 DIGEST = raykv.Namespace(model="m").group.digest
@@ -96,10 +96,11 @@ def test_requests_with_impossible_fields_are_refused_one_by_one(node):
         with pytest.raises(RayKVError) as caught:
             link.call(request, deadline_s=soon())
         assert "internal error" not in str(caught.value), request
+    sums = messages.Checksums(checksum_of([memoryview(bytes(4096))]).to_bytes(8, "little"))
     for depth in (-1, huge):  # a wrong depth is refused only after the payload has arrived
         request = messages.Write(b"x" * 16, 4096, depth=depth, group=DIGEST)
         with pytest.raises(RayKVError, match="depth"):
-            link.push(request, lambda answer: with_checksums([[memoryview(bytes(4096))]], [0]), deadline_s=soon())
+            link.push(request, lambda answer: [[memoryview(bytes(4096))]], lambda: sums, deadline_s=soon())
     assert node.stats()["used_nbytes"] == used
     assert isinstance(link.call(messages.GetView(), deadline_s=soon()), messages.ViewIs)
     link.close()
@@ -109,9 +110,10 @@ def test_a_reader_that_does_not_read_is_disconnected_and_its_pins_end(node):
     peer = Peer(node).open()
     big = 15 * PAGE
     peer.commit(peer.filled(["big"], big))
-    with member_socket(node.member.address) as sleeper:
+    stream = member_stream(node.member.address)
+    with stream.socket as sleeper:
         sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sleeper.sendall(codec.encode(messages.Read(keys_of(["big"]) * 400), 0, 1))  # 25 MB that nobody reads
+        stream.send(codec.encode(messages.Read(keys_of(["big"]) * 400), 0, 1), soon())  # 25 MB that nobody reads
         wait_until(lambda: node.store.table.columns.pins.any())
         wait_until(lambda: not node.store.table.columns.pins.any())
     peer.close()
@@ -119,7 +121,7 @@ def test_a_reader_that_does_not_read_is_disconnected_and_its_pins_end(node):
 
 
 def test_damaged_frames_never_stop_a_node(node, rng: random.Random, caplog):
-    stream = stream_on(member_socket(node.member.address))
+    stream = member_stream(node.member.address)
     for number in range(300):
         raw = bytearray(
             codec.encode(messages.Lend(4096, 1, keys=rng.randbytes(32), parent=rng.randbytes(16), group=DIGEST), 0, 1)
@@ -132,7 +134,7 @@ def test_damaged_frames_never_stop_a_node(node, rng: random.Random, caplog):
         assert "internal error" not in answer.text
         if answer.kind == "ProtocolError":  # the message was not valid, so the node has closed the connection
             stream.socket.close()
-            stream = stream_on(member_socket(node.member.address))
+            stream = member_stream(node.member.address)
     stream.socket.close()
     assert "bug" not in caplog.text
     assert len(caplog.records) <= 10

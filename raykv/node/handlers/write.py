@@ -4,20 +4,23 @@ import threading
 import time
 
 import numpy as np
+import numpy.typing as npt
 
-from raykv.errors import RayKVError, UsageError
+from raykv.errors import ProtocolError, RayKVError, UsageError
 from raykv.memory.copying import checksums_of
 from raykv.node.announcer import Announcer
 from raykv.node.reclaimer import Reclaimer
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
-from raykv.protocol.codec import keys_in, numbers_in, parent_in
+from raykv.protocol.codec import array, keys_in, numbers_in, parent_in
 from raykv.protocol.messages import MAX_KEYS
 from raykv.storage.batches import Written
 from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
 from raykv.transport.base import ChunkRun, Reply
 from raykv.types import Batch, Hints, Rows
+
+Checksums = npt.NDArray[np.uint64]
 
 
 class WriteHandler:
@@ -107,8 +110,13 @@ class WriteHandler:
             slots = self._store.lend(group, request.nbytes, len(missing), protect=protect, now_s=now_s)
             session.lent.update(slots.rows.tolist())
         positions = missing[: len(slots.rows)]
-        view, expected = self._store.arena.view, bytearray(8 * len(positions))
+        view, sent = self._store.arena.view, list[Checksums]()
         runs = [ChunkRun([[view[start : start + batch.nbytes]]], [batch.nbytes]) for start in slots.offsets.tolist()]
+
+        def closing(message: messages.Message) -> None:
+            if not isinstance(message, messages.Checksums):
+                raise ProtocolError(f"{type(message).__name__} where Checksums was due")
+            sent.append(array(message.checksums, "<u8", len(positions)))
 
         def finish(complete: bool) -> messages.Answer:
             try:
@@ -116,7 +124,7 @@ class WriteHandler:
                 if complete:
                     checksums = b"".join(run.checksums or checksums_of(run.chunks) for run in runs)
                     written = Written(positions, slots.rows, np.frombuffer(checksums, "<u8"))
-                    count = self._commit_intact(group, batch, written, expected, session)
+                    count = self._commit_intact(group, batch, written, sent[0], session)
                 return messages.Count(count)
             except RayKVError as error:
                 return codec.failure(error)
@@ -124,16 +132,16 @@ class WriteHandler:
                 self._return_slots(np.array([row for row in slots.rows.tolist() if row in session.lent]), session)
 
         accepted = messages.Accepted(positions.astype("<i4").tobytes(), len(missing) - len(positions))
-        return Reply(accepted, incoming=[*runs, (memoryview(expected),)], finish=finish)
+        return Reply(accepted, incoming=runs, closing=closing, finish=finish)
 
     def _commit_intact(
-        self, group: int, batch: Batch, written: Written, expected: bytearray, session: NodeSession
+        self, group: int, batch: Batch, written: Written, expected: Checksums, session: NodeSession
     ) -> int:
         """Commit the chunks whose checksums equal the writer's. Return the number of stored chunks.
 
-        `written` has the checksums of the received bytes. `expected` has the writer's checksums, as u64.
+        `written` has the checksums of the received bytes. `expected` has the writer's checksums.
         """
-        intact = written.checksums == np.frombuffer(expected, "<u8")
+        intact = written.checksums == expected
         written = Written(*(column[intact] for column in written))
         with self._lock:
             used = self._store.commit(group, batch, written, now_s=time.monotonic())
