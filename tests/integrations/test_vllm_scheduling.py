@@ -906,10 +906,11 @@ def test_no_event_goes_out_for_a_skipped_chunk(
 def test_events_go_out_when_a_stopped_node_answers(model: Path, node: tuple[str, int]):
     """An idle engine makes steps while it waits for the node's answer, but only for a limited time."""
     address, pid = node
-    engine = Engine(model, address, random.Random(1), threads=True, publishes=True, store_timeout_s=0.003)
+    engine = Engine(model, address, random.Random(1), threads=True, publishes=True, store_timeout_s=0.1)
     engine.add("first", list(range(21)), max_tokens=3, salt="")
     engine.run()
     before = len(engine.events)
+    assert before > 0
     stop_process(pid)
     engine.add("second", [50 + token % 40 for token in range(100)], max_tokens=3, salt="")
     began_s = time.monotonic()
