@@ -5,6 +5,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import time
 import weakref
 from pathlib import Path
@@ -70,16 +71,24 @@ class SharedMemory:
         """Map a file that `create` made.
 
         Raises:
-            LostError: The file is missing, is empty, or cannot be opened or mapped.
+            LostError: The file is missing, is empty, or cannot be opened or mapped. Or another user could have made or
+                changed it: it is a symbolic link, belongs to another user, or others may write to it.
         """
+        anonymous = path.is_relative_to("/proc")  # there the kernel's links name the memory of processes
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+            fd = os.open(path, flags if anonymous else flags | os.O_NOFOLLOW)
         except OSError as error:
             raise LostError(f"shared memory {path}: {error.strerror}") from error
-        nbytes = os.fstat(fd).st_size
-        if nbytes == 0:
+        found = os.fstat(fd)
+        nbytes = found.st_size
+        others_write = not anonymous and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not stat.S_ISREG(found.st_mode) or not nbytes or found.st_uid != os.geteuid() or others_write:
             os.close(fd)
-            raise LostError(f"shared memory {path} is empty")
+            raise LostError(
+                f"shared memory {path} is refused: {nbytes:,} bytes, mode {stat.filemode(found.st_mode)}, "
+                f"user {found.st_uid}; needed is a file with content of user {os.geteuid()} that nobody else may write"
+            )
         try:
             return cls(fd, path, nbytes, writable=writable, huge_pages=huge_pages)
         except OSError as error:  # for example, the path is a directory

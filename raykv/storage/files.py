@@ -26,9 +26,19 @@ def store_files(prefix: Path) -> tuple[Path, Path]:
 
 
 def remove_files(prefix: Path) -> None:
-    """Remove a node's chunk table and arena. A process that has mapped these files can still use them."""
+    """Remove a node's chunk table and arena. A process that has mapped these files can still use them.
+
+    Raises:
+        ConfigError: A file cannot be removed, for example because it belongs to another user.
+    """
     for path in store_files(prefix):
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"field 'shm_dir': {path} is not this node's and cannot be removed ({error.strerror}): remove it, or "
+                "choose another shm_dir or node_id"
+            ) from error
 
 
 def attach_files(config: StorageConfig, prefix: Path, *, now_s: float) -> tuple[Table, SharedMemory]:

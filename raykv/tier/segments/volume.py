@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,9 +126,20 @@ class Volume:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory that only this user may enter. Missing parents get the default permissions."""
+    """Create a directory that only this user may enter. Missing parents get the default permissions.
+
+    Raises:
+        ConfigError: The directory exists, and another user could change its files.
+        OSError: The directory cannot be made.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{path} is refused: mode {stat.filemode(found.st_mode)}, user {found.st_uid}; needed is a directory of "
+            f"user {os.geteuid()} that other users may not write to"
+        )
 
 
 def transfer(call: Callable[..., int], fd: int, buffers: Sequence[memoryview], offset: int) -> int:
