@@ -120,6 +120,8 @@ class StorageConfig(Model):
         max_chunks: Number of rows of the chunk table. A chunk takes one row, which has 89 bytes. None means one row per
             64 KiB of the arena.
         policy: The eviction policy for namespaces without their own policy.
+        policies: Own policies, as "module:attribute", that the config of a namespace may name. Every client can change
+            such a config, and the node imports the module. So all other modules are refused.
         low_water: Eviction in the background starts when less than this share of the arena is free.
         high_water: Eviction in the background stops when this share of the arena is free.
         shm_dir: Directory for arena, table and socket, on tmpfs or hugetlbfs. None means anonymous memory, which is
@@ -137,6 +139,7 @@ class StorageConfig(Model):
     extent_nbytes: Nbytes = 32 * MIB
     max_chunks: Annotated[int, Field(ge=16, le=1 << 30)] | None = None
     policy: PolicyName = "leaf_lru"
+    policies: tuple[PolicyName, ...] = ()
     low_water: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.02
     high_water: Annotated[float, Field(gt=0.0, lt=0.9)] = 0.05
     shm_dir: Path | None = Path("/dev/shm")

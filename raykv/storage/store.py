@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES, NamespaceConfig, StorageConfig
-from raykv.errors import LostError, UsageError
+from raykv.errors import ConfigError, LostError, UsageError
 from raykv.eviction import Score, policy
 from raykv.eviction.base import Policy
 from raykv.memory.arena import SharedMemory, require_room
@@ -358,12 +358,13 @@ class Store:
         """Apply a config to a quota group. Chunks above the new quota are evicted later, by `evict_ahead`.
 
         Raises:
-            ConfigError: The node does not know the policy. All other settings have been applied.
+            ConfigError: The node does not know or not allow the policy. All other settings have been applied.
         """
         self.table.namespaces["capacity"][group] = config.dram_quota_nbytes or 0
         self.row_hints.configure(group, config)
         self.evictor.over_quota.add(group)
         if self.evictor.policies.own(group) != config.policy:
+            require_allowed(config.policy, self.config)
             self.use_policy(group, config.policy, now_s=now_s)
 
     def hint(
@@ -418,6 +419,14 @@ class Store:
         added, removed = b"".join(self._added), b"".join(self.evictor.removed)
         self._added, self.evictor.removed = [], []
         return chunk_keys.from_bytes(added), chunk_keys.from_bytes(removed)
+
+
+def require_allowed(name: str | None, config: StorageConfig) -> None:
+    """Raise ConfigError if a namespace may not name this policy, because the operator has not allowed its module."""
+    if name is not None and ":" in name and name not in (config.policy, *config.policies):
+        raise ConfigError(
+            f"field 'policy': {name!r} is not allowed here: add it to 'policies' in the node's storage config"
+        )
 
 
 def is_first(keys: KeyArray) -> Bits:

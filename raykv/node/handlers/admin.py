@@ -11,7 +11,7 @@ from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.trace_requests import TracedRequest
-from raykv.storage.store import Store
+from raykv.storage.store import Store, require_allowed
 from raykv.transport.base import Reply
 
 REQUEST_NBYTES: Final = 32
@@ -41,6 +41,7 @@ class AdminHandler:
 
     def _open_namespace(self, request: messages.OpenNamespace, session: NodeSession) -> Reply:
         namespace = Namespace.load(codec.fields(request.namespace))
+        session.add_opened(namespace.group.digest)
         with self._lock:
             self._store.groups.open(namespace)
         return Reply(messages.Done())
@@ -48,6 +49,7 @@ class AdminHandler:
     def _configure(self, request: messages.Configure, session: NodeSession) -> Reply:
         fields = {} if request.fields is None else codec.fields(request.fields)
         if isinstance(fields.get("policy"), str):
+            require_allowed(fields["policy"], self._store.config)
             policy(fields["policy"])  # raises ConfigError if this node lacks the policy; the directory checks the rest
         request.registry = self._reconciler.registry.encode()
         try:
