@@ -311,11 +311,11 @@ def test_a_buffer_of_another_length_is_a_miss_and_does_no_harm_to_others():
 def test_a_full_arena_is_a_result():
     with cluster(1, arena_nbytes="1 MiB", extent_nbytes="64 KiB") as running:
         client = running.client(SPACE)
-        held = client.reserve(names(16, "held"), 64 << 10)
-        assert len(held.views) == 16
+        held = [running.client(SPACE).reserve(names(16, f"held-{number}"), 64 << 10) for number in range(2)]
+        assert [len(each.views) for each in held] == [8, 8], "each connection gets half of the arena"
         result = put(client, names(3))
         assert (result.stored, result.skipped, result.reason) == (0, 3, "full")
-        held.abort()
+        held[0].abort()
         assert put(client, names(3)).stored == 3
 
 

@@ -8,7 +8,8 @@ After a call has reached its deadline, the connection and the leases remain: see
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -20,6 +21,7 @@ from raykv.client.slot_pool import LentBatch, Slot
 from raykv.client.slot_supply import NO_ANSWER, SlotSupply, rows_of
 from raykv.errors import CapacityError, LostError, ProtocolError, RayKVError, TransientError, UsageError
 from raykv.memory.copying import CopyThreads, checksums_of
+from raykv.memory.slots import slot_nbytes
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.codec import array, expect
@@ -34,6 +36,9 @@ LATE_S: Final = 0.001
 """A put may spend this long on sending the commit of filled slots, even if the put's deadline has passed."""
 CLOSE_S: Final = 0.2
 """`close` takes at most this long to give slots back. After that, the node quarantines the remaining slots."""
+PUT_SHARE: Final = 4
+"""A put of more bytes than 1 / PUT_SHARE of the arena is done in parts, because the node lends a connection only a part
+of the arena at once."""
 _UNAVAILABLE: Final = (TransientError, CapacityError, LostError)
 
 
@@ -71,6 +76,25 @@ class Writer:
         Raises:
             UsageError: A size does not fit an extent.
         """
+        result = PutResult()
+        for part in self._parts(batches):
+            result += self._put_part(group, part, wait=wait, deadline_s=deadline_s)
+        return result
+
+    def _parts(self, batches: Sequence[tuple[Batch, Values]]) -> Iterator[Sequence[tuple[Batch, Values]]]:
+        """Yield all batches at once, or, if they take more than 1 / PUT_SHARE of the arena, in parts of this size."""
+        most_nbytes = self._local.reader.arena.nbytes // PUT_SHARE
+        if sum(len(batch.keys) * batch.nbytes for batch, _ in batches) <= most_nbytes:
+            yield batches
+            return
+        for batch, values in batches:
+            step = max(1, most_nbytes // slot_nbytes(batch.nbytes))
+            for first in range(0, len(batch.keys), step):
+                yield [(_part_of(batch, first, step), values[first : first + step])]
+
+    def _put_part(
+        self, group: Namespace, batches: Sequence[tuple[Batch, Values]], *, wait: bool, deadline_s: float
+    ) -> PutResult:
         connected, life = self.pipeline.connected, self.pipeline.life
         result = self._put_once(group, batches, wait=wait, deadline_s=deadline_s)
         stale = connected and (life != self.pipeline.life or group.digest not in self.supply.opened)
@@ -279,6 +303,14 @@ class PendingCommit:
         if run.problem:
             return PutResult(0, 0, len(lent.slots), run.problem)
         return PutResult(len(lent.slots) - len(unused), len(unused))
+
+
+def _part_of(batch: Batch, first: int, count: int) -> Batch:
+    """Return `count` chunks of a batch, from index `first` on."""
+    keys = batch.keys[first : first + count]
+    if not batch.chained or not first:
+        return replace(batch, keys=keys)
+    return replace(batch, keys=keys, parent=batch.keys[first - 1 : first], depth=batch.depth + first)
 
 
 def _run_of(lent: LentBatch) -> messages.Run:

@@ -4,6 +4,7 @@ The proxy server runs in the process that supervises the node, and listens on th
 only this node. The node must prove that it knows the cluster's secret.
 """
 
+import math
 import time
 from typing import Final, TypeVar
 
@@ -22,6 +23,8 @@ ANSWER_S: Final = 4.0
 
 class _NoLeases:
     """The session of a connection to the proxy server. Such a connection has no leases."""
+
+    patience_s = math.inf
 
     def close(self) -> None:
         pass

@@ -52,6 +52,7 @@ class NamespaceReconciler:
             changed: Called at the end of each `adopt`, which may have dropped chunks or changed quotas.
         """
         self._store, self._lock, self._mover, self._paths, self._changed = store, lock, mover, paths, changed
+        store.groups.has_tiers = bool(mover)
         self._adopting = threading.Lock()
         self._metrics = NamespaceMetrics()
         self._served = np.zeros((MAX_NAMESPACES, 2), np.int64)  # for each quota group: requests served, bytes sent

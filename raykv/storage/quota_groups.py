@@ -14,14 +14,22 @@ from raykv.protocol.namespace import Namespace
 
 
 class QuotaGroups:
+    """The groups that are open on one node.
+
+    Attributes:
+        has_tiers: Whether the node has tiers below memory. Their chunks have the group's number, too.
+    """
+
     def __init__(self, table: Table, release: Callable[[int], bool] = lambda number: False) -> None:
         """Read the list of groups from the table. Raises LostError if the list is damaged.
 
-        `release` is called before a dropped group's number is given to another group. `release` returns False while
-        rows of the dropped group remain.
+        `release` is called before a group's number is given to another group. `release` returns False while rows of the
+        old group remain.
         """
         self._table, self._namespaces, self._release = table, table.namespaces, release
         self._retired: set[int] = set()
+        self._listed: set[int] = set()
+        self.has_tiers = False
         try:
             self._numbers = {
                 Namespace.model_validate_json(text).digest: number for number, text in table.texts().items()
@@ -33,7 +41,7 @@ class QuotaGroups:
         """Return the number of this namespace's quota group. If the group is not in the list, add it.
 
         Raises:
-            CapacityError: All numbers are taken.
+            CapacityError: All numbers are taken by groups that have chunks or a config.
             UsageError: The namespace's fields are too long.
         """
         number = self._numbers.get(namespace.group.digest)
@@ -65,11 +73,20 @@ class QuotaGroups:
         return number
 
     def retire(self, number: int, *, retired: bool = True) -> None:
-        """Mark a quota group as dropped. Another group may get its number. With `retired` False, remove the mark."""
+        """Record that a quota group was dropped, so that another group may get its number.
+
+        With `retired` False, the group is in the cluster's list of namespaces, and keeps its number.
+        """
         (self._retired.add if retired else self._retired.discard)(number)
+        (self._listed.discard if retired else self._listed.add)(number)
 
     def _reclaim(self) -> int:
-        for number in sorted(self._retired):
+        """Free the number of a group that has no rows: a dropped group, or else a group that nobody configured.
+
+        On a node with tiers, only dropped groups are tried, because tiers may have chunks of all others.
+        """
+        others = set() if self.has_tiers else set(self._numbers.values()) - self._retired - self._listed
+        for number in (*sorted(self._retired), *sorted(others)):
             if self._release(number):
                 self._retired.discard(number)
                 self._numbers = {digest: other for digest, other in self._numbers.items() if other != number}

@@ -74,6 +74,11 @@ class Reply:
 class Session(Protocol):
     """The server's state for one connection. A session owns the connection's leases: lent slots, and pins on chunks."""
 
+    @property
+    def patience_s(self) -> float:
+        """How long the server waits for the client's next request, in seconds. Then it closes the connection."""
+        ...
+
     def close(self) -> None:
         """End the session's leases. The server calls this method when the connection is closed."""
         ...

@@ -166,7 +166,7 @@ class SocketServer:
         try:
             stream = self._shake_hands(connection)
             session = self._service.session(local=self._local)
-            while stream.wait():
+            while stream.wait(session.patience_s):
                 self._serve_one(stream, session)
         except (OSError, RayKVError) as error:
             if not self._closed.is_set():

@@ -102,11 +102,13 @@ class Stream:
 
     # -- receiving messages -----------------------------------------------------------------------------------------
 
-    def wait(self) -> bool:
-        """Wait without a deadline until bytes arrive. Returns False if the connection has ended."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until bytes arrive. Returns False after `timeout_s` seconds, or if the connection has ended."""
+        until_s = time.monotonic() + timeout_s
         try:
             while self._start == self._end:
-                self._read_ahead()
+                if not self._read_ahead() and time.monotonic() >= until_s:
+                    return False
         except PeerUnavailable:
             return False
         return True

@@ -159,13 +159,13 @@ def test_slots_that_no_put_uses_go_back(node, monkeypatch):
 
 @pytest.mark.slow
 def test_a_full_arena_takes_what_fits_and_says_so(node):
-    with node.client() as client, node.client() as other:
-        room = other.reserve(names(28, "held"), 1 << 20)
-        assert len(room.views) == 28
+    with node.client() as client, node.client() as one, node.client() as two:  # each gets at most half of the arena
+        rooms = [one.reserve(names(16, "held"), 1 << 20), two.reserve(names(12, "more"), 1 << 20)]
+        assert [len(room.views) for room in rooms] == [16, 12]
         result = client.put(names(6), [bytes(1 << 20)] * 6)
         assert (result.stored, result.skipped, result.reason) == (4, 2, "full")
         assert not client.put_one(client.key("one"), bytes(1 << 19)) or node.stats()["evicted"]
-        room.abort()
+        rooms[0].abort()
         assert client.put(names(6), [bytes(1 << 20)] * 6).skipped == 0
 
 

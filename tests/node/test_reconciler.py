@@ -9,6 +9,7 @@ import pytest
 import raykv
 from raykv.errors import LostError, ProtocolError, UsageError
 from raykv.membership.namespace_registry import NamespaceRegistry
+from raykv.node import sessions
 from raykv.node.namespace_reconciler import registry_paths
 from raykv.protocol import messages
 from raykv.protocol.namespace import Namespace
@@ -176,8 +177,10 @@ def test_impossible_reports_are_refused():
         assert listed["misses"] == {"x" * 32: 5}
 
 
-def test_numbers_of_dropped_namespaces_are_used_again():
+def test_numbers_of_dropped_namespaces_are_used_again(monkeypatch):
+    monkeypatch.setattr(sessions, "MAX_OPENED", 2000)
     with running_node() as node:
+        node.store.groups.has_tiers = True  # so that only dropped namespaces give up their numbers
         peer = Peer(node)
         for number in range(1024):
             peer.ask(messages.OpenNamespace(json_of(Namespace(model=f"m{number}"))))

@@ -72,6 +72,8 @@ class Warehouse:
 
 
 class WarehouseSession:
+    patience_s = float("inf")
+
     def __init__(self, local: bool) -> None:
         self.local = local
         self.closed = threading.Event()

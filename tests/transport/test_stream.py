@@ -197,7 +197,7 @@ def test_messages_that_arrive_soon_or_late(ends):
         assert receiver.message(soon())[0] == messages.Count(7)
         timer.join()
     there.close()
-    assert not receiver.wait()
+    assert not receiver.wait(10.0)
 
 
 def test_a_message_is_ready_when_it_is_whole_or_its_beginning_is_here(ends):

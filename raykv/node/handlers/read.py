@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from raykv.errors import CapacityError
 from raykv.node.announcer import Announcer
 from raykv.node.location_index import LocationIndex, located
 from raykv.node.sessions import HandlerTable, NodeSession
@@ -59,8 +60,12 @@ class ReadHandler:
 
     def _pin(self, request: messages.Pin, session: NodeSession) -> Reply:
         pinned = self._pin_all(keys_in(request.keys))
-        with self._lock:
-            session.pins.update(pinned.rows[pinned.rows >= 0].tolist())
+        try:
+            with self._lock:
+                session.add_pins(pinned)
+        except CapacityError:
+            self._end_pins(pinned.rows)
+            raise
         return Reply(messages.Held(*(column.tobytes() for column in pinned)))
 
     def _unpin(self, request: messages.Unpin, session: NodeSession) -> Reply:
@@ -69,8 +74,8 @@ class ReadHandler:
         counts = Counter(rows.tolist())
         session.require_pinned(counts)
         with self._lock:
+            session.end_pins(rows)
             self._store.unpin(rows)
-            session.pins -= counts
         return Reply(messages.Done())
 
     def _promote(self, request: messages.Promote, session: NodeSession) -> Reply:

@@ -50,16 +50,17 @@ class WriteHandler:
         parent = parent_in(request.parent)
         protect = [keys_in(request.keys), *(() if parent is None else (parent,))]
         with self._lock:
-            now_s = time.monotonic()
+            now_s, most = time.monotonic(), session.most_slots(request.nbytes)
+            count = min(request.count, most) if now_s < request.until_s else 0
             slots = self._store.lend(
                 self._store.groups.number(request.group),
                 request.nbytes,
-                request.count if now_s < request.until_s else 0,
-                ahead=request.ahead,
+                count,
+                ahead=min(request.ahead, most - count),
                 protect=protect,
                 now_s=now_s,
             )
-            session.lent.update(slots.rows.tolist())
+            session.add_lent(slots.rows, request.nbytes)
         self._reclaimer.wake_if_due()
         return Reply(messages.Lent(slots.rows.tobytes(), slots.offsets.tobytes()))
 
@@ -85,10 +86,10 @@ class WriteHandler:
         answer, now_s = messages.CommittedRun(), time.monotonic()
         with self._lock:
             used = self._store.commit(group, batch, written, now_s=now_s)
-            session.lent.difference_update(rows[used].tolist())
-            if run.ahead:
-                slots = self._store.lend(group, run.nbytes, 0, ahead=run.ahead, now_s=now_s)
-                session.lent.update(slots.rows.tolist())
+            session.end_lent(rows[used])
+            if ahead := min(run.ahead, session.most_slots(run.nbytes)):
+                slots = self._store.lend(group, run.nbytes, 0, ahead=ahead, now_s=now_s)
+                session.add_lent(slots.rows, run.nbytes)
                 answer.rows, answer.offsets = slots.rows.tobytes(), slots.offsets.tobytes()
         if not used.all():
             answer.unused = np.flatnonzero(~used).astype("<i4").tobytes()
@@ -107,8 +108,9 @@ class WriteHandler:
         with self._lock:
             group = self._store.groups.number(request.group)
             missing = self._store.missing(batch.keys, now_s=now_s)
-            slots = self._store.lend(group, request.nbytes, len(missing), protect=protect, now_s=now_s)
-            session.lent.update(slots.rows.tolist())
+            count = min(len(missing), session.most_slots(request.nbytes))
+            slots = self._store.lend(group, request.nbytes, count, protect=protect, now_s=now_s)
+            session.add_lent(slots.rows, request.nbytes)
         positions = missing[: len(slots.rows)]
         view, sent = self._store.arena.view, list[Checksums]()
         runs = [ChunkRun([[view[start : start + batch.nbytes]]], [batch.nbytes]) for start in slots.offsets.tolist()]
@@ -145,7 +147,7 @@ class WriteHandler:
         written = Written(*(column[intact] for column in written))
         with self._lock:
             used = self._store.commit(group, batch, written, now_s=time.monotonic())
-            session.lent.difference_update(written.rows[used].tolist())
+            session.end_lent(written.rows[used])
         self._announcer.wake()
         self._reclaimer.wake_if_due()
         return int(used.sum())
@@ -153,7 +155,7 @@ class WriteHandler:
     def _return_slots(self, rows: Rows, session: NodeSession) -> None:
         with self._lock:
             self._store.give_back(rows.astype(np.int32))
-            session.lent.difference_update(rows.tolist())
+            session.end_lent(rows)
 
     def _delete(self, request: messages.Delete, session: NodeSession) -> Reply:
         keys = keys_in(request.keys)
