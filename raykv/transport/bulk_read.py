@@ -72,7 +72,7 @@ class ReadProgress:
         return [self.targets[place] for place in places]
 
     def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
-        """Split indices into parts of at most `keys` chunks and `nbytes` bytes, or one larger chunk."""
+        """Split indices into parts. A part has at most `keys` chunks and `nbytes` bytes, or is one larger chunk."""
         parts: list[list[int]] = []
         room = 0
         for place in places:
@@ -200,7 +200,7 @@ class BulkRead:
         yield from self._fill(places, checksums)
 
     def _add_absent(self, places: list[int], reading: messages.Reading) -> None:
-        """Record the chunks that the node does not have. With `run.locate`, record also the holders that it names."""
+        """Record the chunks that the node lacks. With `run.locate`, also record the holders that the node names."""
         run = self._run
         if not run.locate:
             run.gone += places
