@@ -290,11 +290,12 @@ def test_without_its_node_the_engine_goes_on(start: Start, cluster: raykv.Embedd
 
 def test_a_full_arena_skips_stores(start: Start, cluster: raykv.EmbeddedCluster, model: Path):
     engine = start(cluster.address())
-    other = cluster.client(raykv.Namespace(model="other"))
+    others = [cluster.client(raykv.Namespace(model="other")) for _ in range(8)]  # each pins a part of the arena
     stored = 0
     pins = []
     while True:
         names = [f"{stored} {number}" for number in range(8)]
+        other = others[stored % len(others)]
         if other.put(names, [bytes(ROW_NBYTES)] * 8).skipped:
             break
         pins.append(other.pin(names).__enter__())
