@@ -8,12 +8,9 @@ from typing import TypedDict
 from raykv.client.arguments import Keys, buffers, depth_of, flag, hints_of, parent_key
 from raykv.client.router import Router
 from raykv.client.writer import Values
-from raykv.errors import CapacityError, LostError, ProtocolError, TransientError
-from raykv.protocol import chunk_keys, messages
-from raykv.protocol.codec import array, expect
+from raykv.errors import CapacityError, LostError, TransientError
 from raykv.protocol.namespace import Namespace
-from raykv.transport.base import Runs
-from raykv.transport.bulk_read import hashed
+from raykv.transport.bulk_write import BulkWrite
 from raykv.transport.link import Link
 from raykv.types import Batch, KeyArray, PutResult, Scattered
 
@@ -87,52 +84,24 @@ def put_remote(router: Router, group: Namespace, batch: Batch, values: Values, d
 
 
 class _RemoteWrite:
-    """A Write request. If the connection breaks, the caller sends the request again with the same object.
+    """A put to another node. If the connection breaks, the caller sends the request again with the same object.
 
     Chunks that an earlier attempt has stored count as stored, although they exist already at the next attempt.
     """
 
     def __init__(self, group: Namespace, batch: Batch, values: Values, deadline_s: float) -> None:
-        self._group, self._batch, self._values, self._deadline_s = group, batch, values, deadline_s
+        self._write, self._chunks, self._deadline_s = BulkWrite(group, batch, values), len(values), deadline_s
         self._offered: set[int] = set()  # positions of chunks that an earlier attempt may have stored
-        self._positions: list[int] = []
 
     def send(self, link: Link) -> PutResult:
+        write = self._write
         try:
-            return self._send_once(link)
-        except LostError:  # the node does not know the namespace yet
-            fields = self._group.model_dump_json(exclude_defaults=True)
-            opening = messages.OpenNamespace(fields.encode(), group=self._group.digest)
-            link.call(opening, deadline_s=self._deadline_s)
-            return self._send_once(link)
-
-    def _send_once(self, link: Link) -> PutResult:
-        batch = self._batch
-        parent = b"" if batch.parent is None else chunk_keys.to_bytes(batch.parent)
-        request = messages.Write(
-            chunk_keys.to_bytes(batch.keys), batch.nbytes, batch.chained, parent, batch.depth, *batch.hints,
-            group=self._group.digest,
-        )  # fmt: skip
-        accepted, checksums = messages.Accepted(b""), bytearray()
-
-        def pick(answer: messages.Answer) -> Runs:
-            nonlocal accepted
-            accepted = expect(messages.Accepted, answer)
-            self._positions = array(accepted.positions, "<i4", len(accepted.positions) // 4).tolist()
-            if not all(0 <= position < len(self._values) for position in self._positions):
-                raise ProtocolError("the node accepted a position outside the request")
-            return hashed(self._values, self._positions, checksums)
-
-        def closing() -> messages.Message:
-            return messages.Checksums(bytes(checksums))
-
-        try:
-            count = expect(messages.Count, link.push(request, pick, closing, deadline_s=self._deadline_s)).count
+            count = write.send(link, deadline_s=self._deadline_s)
         except TransientError:
-            self._offered.update(self._positions)
+            self._offered.update(write.positions)
             raise
-        wanted = len(self._positions)
-        existed = len(batch.keys) - wanted - accepted.full
-        ours = min(existed, len(self._offered.difference(self._positions)))
-        skipped = wanted - count + accepted.full
-        return PutResult(count + ours, existed - ours, skipped, "full" if accepted.full else "")
+        wanted = len(write.positions)
+        existed = self._chunks - wanted - write.full
+        ours = min(existed, len(self._offered.difference(write.positions)))
+        skipped = wanted - count + write.full
+        return PutResult(count + ours, existed - ours, skipped, "full" if write.full else "")

@@ -1,4 +1,4 @@
-"""The messages of the protocol: requests and answers. `raykv.protocol.codec` encodes them as bytes.
+"""The messages of the protocol: the requests, and all answers. `raykv.protocol.codec` encodes them as bytes.
 
 Arrays are raw little-endian bytes. The docstrings give their element types (i32, u64, ...). Keys are 16 bytes each, as
 `chunk_keys.to_bytes` encodes them. A payload of chunk bytes follows some answers.
@@ -12,27 +12,34 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from raykv.protocol.answers import MAX_HOLDERS as MAX_HOLDERS
+from raykv.protocol.answers import Accepted as Accepted
+from raykv.protocol.answers import Attached as Attached
+from raykv.protocol.answers import Committed as Committed
+from raykv.protocol.answers import CommittedRun as CommittedRun
+from raykv.protocol.answers import Configured as Configured
+from raykv.protocol.answers import Count as Count
+from raykv.protocol.answers import Done as Done
+from raykv.protocol.answers import Failure as Failure
+from raykv.protocol.answers import HeartbeatAnswer as HeartbeatAnswer
+from raykv.protocol.answers import Held as Held
+from raykv.protocol.answers import Histories as Histories
+from raykv.protocol.answers import Lent as Lent
+from raykv.protocol.answers import Located as Located
+from raykv.protocol.answers import Message as Message
+from raykv.protocol.answers import Reading as Reading
+from raykv.protocol.answers import Stats as Stats
+from raykv.protocol.answers import Trace as Trace
+from raykv.protocol.answers import Unavailable as Unavailable
+from raykv.protocol.answers import ViewIs as ViewIs
 from raykv.protocol.placement import Member, View
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
 
 MAX_KEYS: Final = 1 << 20
 """A request may contain at most this many keys. The receiver refuses a longer request."""
-MAX_HOLDERS: Final = 3
-"""An answer names at most this many holders of one key. Other holders are left out."""
 
 ReportedCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
-
-
-class Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
-    """Base of all messages.
-
-    Attributes:
-        group: In a request, the digest of a quota group, or empty. A quota group is a namespace without salt and
-            adapter. The node counts requests and bytes for each group.
-    """
-
-    group: bytes = b""
 
 
 class Attach(Message):
@@ -106,7 +113,7 @@ class Write(Message):
     """Store chunks of equal size that a client on another host sends. See `raykv.types.Batch` for the fields.
 
     Answer: Accepted. Then the client sends the bytes of the accepted chunks, and the message Checksums. Second answer:
-    Count of the chunks that the node stored.
+    Count of the chunks that the node stored. `evict`: whether the node may evict other chunks to make room.
     """
 
     keys: bytes
@@ -116,6 +123,7 @@ class Write(Message):
     depth: int = 0
     ttl_s: float = 0.0
     priority: int = 0
+    evict: bool = True
 
 
 class Checksums(Message):
@@ -249,6 +257,15 @@ class FetchTrace(Message):
     on: bool
 
 
+class Drain(Message):
+    """Move this node's chunks to other nodes, at most `nbytes_per_s` bytes a second. Answer: Done, at once.
+
+    Only a process of this host and user may send it. `GetStats` shows the progress.
+    """
+
+    nbytes_per_s: float
+
+
 class Heartbeat(Message):
     """A node tells the directory that it is alive. Answer: HeartbeatAnswer, or Unavailable.
 
@@ -269,180 +286,10 @@ class Leave(Message):
     node_id: NodeId
 
 
-class Done(Message):
-    """The request was carried out."""
-
-
-class Count(Message):
-    """A number. The docstring of the request says what it counts."""
-
-    count: int
-
-
-class Attached(Message):
-    """Name of a node, and paths of its shared-memory files (`table` and `arena`).
-
-    `secret`: the cluster's secret if the client is a process of the node's user on this host; otherwise empty. `tiers`:
-    whether the node has tiers below memory (SSD or file), from which chunks can be promoted.
-    """
-
-    node_id: NodeId
-    host: str
-    table: str
-    arena: str
-    secret: bytes = b""
-    tiers: bool = False
-
-    def __repr__(self) -> str:
-        """Show all fields, but hide the value of the secret: this text may be logged."""
-        shown = msgspec.structs.replace(self, secret=b"set" if self.secret else b"")
-        return msgspec.Struct.__repr__(shown)
-
-
-class ViewIs(Message):
-    """The node's view: its list of the cluster's members."""
-
-    view: View
-
-
-class Lent(Message):
-    """Lent slots: `rows` i32, `offsets` u64 (in bytes, in the arena). The slots for `Lend.ahead` come last."""
-
-    rows: bytes = b""
-    offsets: bytes = b""
-
-
-class CommittedRun(msgspec.Struct, array_like=True):
-    """The outcome of one Run.
-
-    `unused` i32: the slots that stay lent because their keys were stored already, as indices in the run's `rows`.
-    `rows` i32, `offsets` u64: slots lent for later writes. `problem`: why the node refused the run; empty if it did
-    not. All slots of a refused run stay lent.
-    """
-
-    unused: bytes = b""
-    rows: bytes = b""
-    offsets: bytes = b""
-    problem: str = ""
-
-
-class Committed(Message):
-    """The outcomes of a Commit, one entry for each run."""
-
-    runs: tuple[CommittedRun, ...]
-
-
-class Accepted(Message):
-    """The client must send the chunks of the keys at `positions` (i32). `full`: number of new chunks that don't fit."""
-
-    positions: bytes
-    full: int = 0
-
-
-class Held(Message):
-    """Pinned chunks, one entry for each key: rows i32 (-1: no such chunk), offsets u64, nbytes u32, checksums u64."""
-
-    rows: bytes
-    offsets: bytes
-    nbytes: bytes
-    checksums: bytes
-
-
-class Reading(Message):
-    """For each key: nbytes u32 (0: not found), checksums u64. Payload: the found chunks, in the order of the keys.
-
-    `choices`, `places`: holders of the chunks that were not found, as in Located. Both are empty without `Read.locate`.
-    """
-
-    nbytes: bytes
-    checksums: bytes
-    choices: tuple[tuple[NodeId, ...], ...] = ()
-    places: bytes = b""
-
-
-class Located(Message):
-    """The holders of chunks.
-
-    `choices`: the distinct lists of holders, at most MAX_HOLDERS nodes each. `places` i32: for each key, the index of
-    its list in `choices`; -1 if no holder is known. `nbytes` u32: length of each chunk, 0 if unknown; empty when no
-    length is known. `below_memory`: one bit for each key, set if all holders have the chunk only in a tier below
-    memory; empty when no bit is set.
-    """
-
-    choices: tuple[tuple[NodeId, ...], ...]
-    places: bytes
-    nbytes: bytes = b""
-    below_memory: bytes = b""
-
-
-class Histories(Message):
-    """Where this node has chunks, and how each chunk last left the node's memory or a tier. One entry for each key.
-
-    Now: `places` u8 (the fastest tier with the chunk, a `reasons.Place`), `nbytes` u32. Last departure: `reasons` u8 (a
-    `reasons.Reason`), `tiers` u8 (the tier that was left), `ages_s` f32 (seconds since the departure), `policy` u8 (the
-    policy, as an index in `policies`). `announced` u8: 1 if this node, as the owner of the key, knows a holder.
-    `remembers_s`: age of the oldest departure in the log; None when the log has all departures since the start.
-    """
-
-    places: bytes
-    nbytes: bytes
-    reasons: bytes
-    tiers: bytes
-    ages_s: bytes
-    policy: bytes
-    announced: bytes
-    policies: tuple[str, ...] = ()
-    remembers_s: float | None = None
-
-
-class Configured(Message):
-    """The list of namespaces after a change."""
-
-    registry: bytes
-
-
-class Trace(Message):
-    """The requests that were recorded since the last FetchTrace."""
-
-    requests: list[TracedRequest]
-
-
-class HeartbeatAnswer(Message):
-    """The directory's view and its list of namespaces. Each is None if the node's copy is up to date.
-
-    `want_view`: the directory wants the node's view, which is newer. `want_registry`: the directory wants the node's
-    list of namespaces, which may have more entries. The node at once sends the wanted parts in another heartbeat.
-    """
-
-    view: View | None = None
-    want_view: bool = False
-    registry: bytes | None = None
-    want_registry: bool = False
-
-
-class Unavailable(Message):
-    """The directory did not answer, so nothing was changed. `problem`: the error text."""
-
-    problem: str
-
-
-class Stats(Message):
-    """The node's counters as JSON text: see `Node.stats`."""
-
-    stats: bytes
-
-
-class Failure(Message):
-    """The request failed. `kind`: name of the error class. `text`: the error text."""
-
-    kind: str
-    text: str
-
-
 Request = (
     Attach | GetView | GetStats | OpenNamespace | Lend | Commit | GiveBack | Write | Checksums | Read | Pin | Unpin
     | Promote | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt | Report | RecordTrace
-    | FetchTrace | Heartbeat | Leave
+    | FetchTrace | Drain | Heartbeat | Leave
 )  # fmt: skip
 Answer = (
     Done | Count | Attached | ViewIs | Lent | Committed | Accepted | Held | Reading | Located | Histories | Configured

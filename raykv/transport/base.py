@@ -59,7 +59,7 @@ class Reply:
         answer: The answer. The transport sends it first.
         outgoing: Chunk bytes to send after the answer. This memory must not change until `finish` is called.
         incoming: Buffers for the bytes that the client sends after the answer.
-        closing: If given, the client sends a message after the bytes, and the transport passes it to this function.
+        closing: If given, the client sends a message after the bytes. The transport calls this function with it.
         finish: The transport calls this function exactly once: with True after all bytes were transferred, with False
             after a failure. If the function returns an answer, the transport sends it as a second answer.
     """
@@ -93,7 +93,7 @@ class Service(Protocol):
         ...
 
     def session(self, *, local: bool) -> Session:
-        """Make the session of a new connection. `local`: whether the client runs on this host, as the node's user."""
+        """Make the session of a new connection. `local`: whether the client is a process of our user on this host."""
         ...
 
     def answer(self, request: Message, session: Session) -> Reply:

@@ -16,7 +16,7 @@ from raykv.memory.copying import checksums_of
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.codec import array, expect
-from raykv.transport.base import ChunkRun, Runs, Targets
+from raykv.transport.base import ChunkRun, Targets
 from raykv.transport.link import Link
 from raykv.types import GetResult, KeyArray, NodeId, Path
 
@@ -72,7 +72,7 @@ class ReadProgress:
         return [self.targets[place] for place in places]
 
     def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
-        """Split indices into parts. A part has at most `keys` chunks and `nbytes` bytes, or is one larger chunk."""
+        """Split indices into parts of at most `keys` chunks and `nbytes` bytes, or one larger chunk."""
         parts: list[list[int]] = []
         room = 0
         for place in places:
@@ -200,7 +200,7 @@ class BulkRead:
         yield from self._fill(places, checksums)
 
     def _add_absent(self, places: list[int], reading: messages.Reading) -> None:
-        """Record the chunks that the node lacks. With `run.locate`, also record the holders that the node names."""
+        """Record the chunks that the node does not have. With `run.locate`, record also the holders that it names."""
         run = self._run
         if not run.locate:
             run.gone += places
@@ -241,16 +241,6 @@ class BulkRead:
             self._run.corrupt += [place for place, fine in zip(places, right, strict=True) if not fine]
             places = [place for place, fine in zip(places, right, strict=True) if fine]
         self._run.arrived += places
-
-
-def hashed(values: Sequence[Sequence[memoryview]], places: Sequence[int], checksums: bytearray) -> Runs:
-    """Yield the payload of a Write: the values at `places`. Append the checksum (u64) of each to `checksums`.
-
-    Each chunk is hashed just before it is sent, so that its bytes are read from memory only once.
-    """
-    for place in places:
-        checksums += checksums_of([values[place]])
-        yield values[place]
 
 
 def drain(nbytes: int) -> list[memoryview]:

@@ -31,6 +31,7 @@ EXAMPLES = [
     messages.GiveBack(b"rows"),
     messages.Write(b"keys", 4096, False, b"parent", 9, 60.0, -3),
     messages.Checksums(b"sums"),
+    messages.Drain(1e9),
     messages.Read(b"keys", True),
     messages.Pin(b"keys"),
     messages.Unpin(b"rows"),

@@ -10,7 +10,7 @@ from raykv.errors import PeerUnavailable, ProtocolError, RayKVError, TransientEr
 from raykv.memory.copying import checksum_of
 from raykv.protocol import messages
 from raykv.protocol.placement import Member
-from raykv.transport import bulk_read, stream
+from raykv.transport import bulk_read, bulk_write, stream
 from raykv.transport.base import Reply
 from raykv.transport.bulk_read import BulkRead, ReadProgress, ReadRun
 from raykv.transport.data_path import DataPath, DataPaths, LinkPath, PathEnvironment, ShmPath
@@ -319,7 +319,7 @@ def test_parts_hold_all_places_in_order_and_keep_to_the_limits(rng):
 def test_the_payload_of_a_write():
     values = [[memoryview(content(n))[:7], memoryview(content(n))[7:]] for n in range(5)]
     checksums = bytearray()
-    sent = b"".join(bytes(piece) for run in bulk_read.hashed(values, [0, 2, 4], checksums) for piece in run)
+    sent = b"".join(bytes(piece) for run in bulk_write.hashed(values, [0, 2, 4], checksums) for piece in run)
     assert sent == content(0) + content(2) + content(4)
     assert checksums == np.array([checksum_of(values[n]) for n in (0, 2, 4)], "<u8").tobytes()
 

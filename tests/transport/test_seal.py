@@ -12,7 +12,7 @@ import raykv
 from raykv.errors import ProtocolError, RayKVError, TransientError
 from raykv.memory.copying import checksum_of
 from raykv.protocol import codec, messages
-from raykv.transport.bulk_read import hashed
+from raykv.transport.bulk_write import hashed
 from raykv.transport.handshake import GREETING, PROOF_NBYTES
 from raykv.transport.link import Link
 from raykv.transport.seal import TAG_NBYTES, Seal
