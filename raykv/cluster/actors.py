@@ -28,6 +28,8 @@ RECONCILE_S: Final = 1.0
 CALL_TIMEOUT_S: Final = 3.0
 WATCH_S: Final = 0.5
 STEP_ASIDE_S: Final = 0.2
+LEAVING_NBYTES_PER_S: Final = 2e9
+"""Rate at which the chunks of a node are moved whose Ray node is about to end."""
 RETRY_ROOM_S: Final = ABANDONED_S / 10
 """If a node does not fit into memory, its actor tries at this interval to remove the memory of dead nodes."""
 UNOWNED_S: Final = 5.0
@@ -75,6 +77,12 @@ def ray_nodes(*, alive: bool = True) -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"] is alive}
 
 
+def leaving_ray_nodes() -> set[str]:
+    """Return the ids of the Ray nodes that Ray drains: on scale-down, or after a notice of preemption."""
+    gcs = ray._private.worker.global_worker.gcs_client  # Ray has no public call for this
+    return set(gcs.get_draining_nodes(timeout=CALL_TIMEOUT_S))
+
+
 def _names(ray_node_ids: Iterable[str]) -> set[str]:
     """Return the names of the raykv nodes on these Ray nodes."""
     return {each[:NODE_ID_LENGTH] for each in ray_node_ids}
@@ -91,6 +99,7 @@ class DirectoryActor(InProcessMembership):
         super().__init__(member_timeout_s=config.member_timeout_s)
         self._config, self._secret = config, secret
         self._nodes: dict[str, Any] = {}
+        self._leaving: set[str] = set()  # Ray nodes whose nodes are drained because they are about to end
         self._stopping = threading.Event()
         self._reconciler = threading.Thread(target=self._reconcile_forever, name="raykv-reconcile", daemon=True)
         self._reconciler.start()
@@ -121,10 +130,18 @@ class DirectoryActor(InProcessMembership):
         while not self._stopping.is_set():
             try:
                 self._reconcile()
+                self._drain_leaving()
             except ray.exceptions.RayError as error:
                 log.warning("cannot check the nodes, will try again: %s", error)
             self.expire()
             self._stopping.wait(RECONCILE_S)
+
+    def _drain_leaving(self) -> None:
+        """Drain the nodes whose Ray nodes are about to end, for example because the autoscaler needs them no more."""
+        for ray_node_id in leaving_ray_nodes() & set(self._nodes) - self._leaving:
+            log.warning("Ray node %s is about to end: draining its node", ray_node_id)
+            self._leaving.add(ray_node_id)
+            self._nodes[ray_node_id].drain.remote(LEAVING_NBYTES_PER_S)
 
     def _reconcile(self) -> None:
         alive = ray_nodes()
@@ -189,6 +206,7 @@ class NodeActor:
         )
         self._node: NodeHandle | None = None
         self._problem = ""
+        self._drained: dict[str, Any] = {}
         self._stopping = threading.Event()
         self._config = config
         remove_orphans(config, _names(ray_nodes()), now_s=time.time())
@@ -210,13 +228,23 @@ class NodeActor:
     def describe(self) -> dict[str, Any]:
         """Return the process ids and the counters of the node, or the reason why the node does not run.
 
+        Of a drained node, return what the drain has done: see `raykv.node.drain.Progress`.
+
         Raises:
             PeerUnavailable: The node does not answer.
         """
-        if self._node is None:
+        node = self._node
+        if node is None and self._drained:
+            return {"pid": os.getpid(), "drain": self._drained}
+        if node is None:
             return {"pid": os.getpid(), "error": self._problem}
-        stats = self._node.stats()
-        return {"pid": self._node.pid, "actor_pid": os.getpid(), "starts": self._node.starts, **stats}
+        try:
+            stats = node.stats()
+        except PeerUnavailable:
+            if self._node is None:  # drained and stopped meanwhile
+                return {"pid": os.getpid(), "drain": self._drained}
+            raise
+        return {"pid": node.pid, "actor_pid": os.getpid(), "starts": node.starts, **stats}
 
     def record(self, on: bool) -> list[TracedRequest]:
         """Return the requests recorded since the last call, and turn recording on or off. Without a node, return []."""
@@ -239,6 +267,36 @@ class NodeActor:
                     log.warning("a process still serves %s: its memory stays", prefix)
                     break
                 time.sleep(WATCH_S / 10)  # a node's process ends soon after its Ray node
+
+    def drain(self, nbytes_per_s: float) -> None:
+        """Move the node's chunks to other nodes. Then stop the node and free its memory; this actor stays.
+
+        `describe` shows the progress. May be called again.
+        """
+        if self._node is None:
+            return
+        self._node.drain(nbytes_per_s)
+        if not self._drained:
+            self._drained = {"state": "moving"}
+            arguments = self._node, nbytes_per_s
+            threading.Thread(target=self._retire, args=arguments, name="raykv-retire", daemon=True).start()
+
+    def _retire(self, node: NodeHandle, nbytes_per_s: float) -> None:
+        """Wait until the node is drained, then stop it."""
+        while self._drained["state"] != "done":
+            if self._stopping.wait(WATCH_S):
+                return
+            try:
+                found = node.stats()["drain"]
+                if not found:  # the node has restarted meanwhile
+                    node.drain(nbytes_per_s)
+                self._drained = found or self._drained
+            except PeerUnavailable as error:
+                log.warning("cannot see how far the drain is: %s", error)
+        log.warning("this node is drained: %s", self._drained)
+        self._stopping.set()
+        self._node = None
+        node.stop(unlink=True)
 
     def step_aside(self) -> None:
         """Stop the node, keep its memory, and end this process. Ray restarts the actor, which starts the node again."""

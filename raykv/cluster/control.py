@@ -10,11 +10,13 @@ import ray
 
 from raykv.cluster.actors import NAMESPACE, DirectoryActor, detached, directory_name, node_actors, node_name
 from raykv.config import ClusterConfig
-from raykv.errors import ConfigError, PeerUnavailable
+from raykv.errors import ConfigError, PeerUnavailable, UsageError
 from raykv.protocol.trace_requests import TracedRequest
 
 CALL_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.05
+DRAIN_POLL_S: Final = 1.0
+DRAIN_NBYTES_PER_S: Final = 500e6
 
 
 def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fields: Any) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
         )
 
     def is_up(found: dict[str, Any]) -> bool:
-        nodes = found["nodes"].values()
+        nodes = [node for node in found["nodes"].values() if not is_drained(node)]
         refused = [node["error"] for node in nodes if "pid" in node and "error" in node]
         if refused:
             raise ConfigError(f"a node cannot serve this configuration: {refused[0]}")
@@ -88,6 +90,11 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
     }
 
 
+def is_drained(node: dict[str, Any]) -> bool:
+    """Whether an entry of `status` is a node that was drained, and does not run any more."""
+    return "drain" in node and "node_id" not in node
+
+
 def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
     """Stop all processes of a cluster, and remove its memory on every Ray node. Return False if no cluster ran."""
     try:
@@ -121,6 +128,8 @@ def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[
         PeerUnavailable: No cluster of that name runs, or a node did not return in time. No further node is restarted.
     """
     for ray_node_id, before in status(name)["nodes"].items():
+        if is_drained(before):
+            continue
         if "pid" not in before:
             raise PeerUnavailable(f"node {ray_node_id} is not up ({before.get('error')}): no further node is restarted")
         began_s = time.monotonic()
@@ -148,6 +157,69 @@ def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[
         "pid": found["directory"]["pid"],
         "seconds": time.monotonic() - began_s,
     }
+
+
+def drain(
+    node: str, name: str = "default", *, nbytes_per_s: float = DRAIN_NBYTES_PER_S, timeout_s: float = 3600.0
+) -> Iterator[dict[str, Any]]:
+    """Move the chunks of a node to other nodes that have room, then stop the node and free its memory.
+
+    The node serves reads until the end, but stores no more chunks. Chunks that eviction would remove last are moved
+    first. The Ray node stays, without a raykv node, until `undrain`.
+
+    Args:
+        node: Id of the Ray node, or its first characters.
+        name: Name of the cluster.
+        nbytes_per_s: The node sends at most this many bytes a second.
+        timeout_s: Time limit. After it, the drain goes on in the background.
+
+    Yields:
+        About every second what was done so far: the fields of `raykv.node.drain.Progress`. In the last item, "state" is
+        "done", and "left" counts the chunks that are lost with the node.
+
+    Raises:
+        UsageError: The cluster has no such node, or several of them, or a field is wrong.
+        PeerUnavailable: No cluster of that name runs, or the node is not drained within `timeout_s`.
+    """
+    if not 0 < nbytes_per_s < float("inf"):
+        raise UsageError(f"field 'nbytes_per_s': {nbytes_per_s} must be above 0, and finite")
+    ray_node_id, actor = _actor_of(node, name)
+    until_s = time.monotonic() + timeout_s
+    try:
+        ray.get(actor.drain.remote(nbytes_per_s), timeout=timeout_s)
+        while time.monotonic() < until_s:
+            found = ray.get(actor.describe.remote(), timeout=timeout_s)
+            if progress := found.get("drain"):
+                yield progress
+                if progress["state"] == "done" and "node_id" not in found:
+                    return
+            time.sleep(DRAIN_POLL_S)
+    except ray.exceptions.RayError as error:
+        raise PeerUnavailable(f"node {ray_node_id} does not answer: {error}") from error
+    raise PeerUnavailable(f"node {ray_node_id} is not drained within {timeout_s} s; the drain goes on")
+
+
+def undrain(node: str, name: str = "default", *, timeout_s: float = 60.0) -> None:
+    """Start a drained node again, or end a drain that is still going on. A node that was drained starts empty.
+
+    Raises:
+        UsageError: The cluster has no such node, or several of them.
+        PeerUnavailable: No cluster of that name runs, or the node did not return in time.
+    """
+    ray_node_id, actor = _actor_of(node, name)
+    before = status(name)["nodes"][ray_node_id]
+    ray.get(actor.step_aside.remote(), timeout=timeout_s)
+    _wait_until(partial(_is_node_back, ray_node_id, before.get("pid")), name, time.monotonic() + timeout_s)
+
+
+def _actor_of(node: str, name: str) -> tuple[str, Any]:
+    """Return the id of the Ray node whose id begins with `node`, and its node actor."""
+    _directory(name)  # raises PeerUnavailable if there is no cluster
+    actors = {ray_node_id: actor for ray_node_id, actor in node_actors(name).items() if actor is not None}
+    found = [ray_node_id for ray_node_id in actors if node and ray_node_id.startswith(node)]
+    if len(found) != 1:
+        raise UsageError(f"NODE {node!r} names {len(found)} nodes of: {', '.join(actors)}")
+    return found[0], actors[found[0]]
 
 
 def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> Iterator[list[TracedRequest]]:
@@ -191,7 +263,8 @@ def _is_node_back(ray_node_id: str, old_pid: int, found: dict[str, Any]) -> bool
 
 
 def _is_directory_back(old_pid: int, found: dict[str, Any]) -> bool:
-    return found["directory"]["pid"] != old_pid and all(node.get("member") for node in found["nodes"].values())
+    nodes = [node for node in found["nodes"].values() if not is_drained(node)]
+    return found["directory"]["pid"] != old_pid and all(node.get("member") for node in nodes)
 
 
 def _wait_until(is_ready: Callable[[dict[str, Any]], bool], name: str, until_s: float) -> dict[str, Any]:

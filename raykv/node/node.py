@@ -26,6 +26,7 @@ from raykv.membership.membership import MembershipPort
 from raykv.memory.host import give_way
 from raykv.metrics import Histogram
 from raykv.node.announcer import Announcer
+from raykv.node.drain import Drain
 from raykv.node.handlers.admin import AdminHandler
 from raykv.node.handlers.locate import LocateHandler
 from raykv.node.handlers.read import ReadHandler
@@ -59,6 +60,7 @@ class Node:
         mover: The tiers below memory.
         lock: Guards the store.
         location_index: The holders of the keys that this node owns.
+        drain: Moves the chunks to other nodes when a `Drain` request asks for it.
         handlers: Maps the type of a request to the function that serves it.
         reconciler: Applies the cluster's list of namespaces to this node.
         member: The node's entry in the view. `start` sets it.
@@ -89,12 +91,14 @@ class Node:
         self.location_index = index = LocationIndex()
         announcer = self._announcer = Announcer(config, store, self.lock, mover, index, self._pool, changed)
         self._reclaimer = Reclaimer(config, store, self.lock, mover, announcer, due)
+        self.drain = Drain(config, store, self.lock, mover, self._pool, lambda: self.view)
         self.handlers: HandlerTable = {
             messages.Attach: self._attach,
+            messages.Drain: self._start_drain,
             messages.GetView: lambda request, session: Reply(messages.ViewIs(self.view)),
             messages.GetStats: lambda request, session: Reply(messages.Stats(msgspec.json.encode(self.stats()))),
             **ReadHandler(store, self.lock, mover, index, announcer).table,
-            **WriteHandler(store, self.lock, mover, announcer, self._reclaimer).table,
+            **WriteHandler(store, self.lock, mover, announcer, self._reclaimer, self.drain.started).table,
             **LocateHandler(config.node_id, store, self.lock, mover, index).table,
             **AdminHandler(store, self.lock, self.reconciler, membership).table,
         }
@@ -245,6 +249,7 @@ class Node:
                 **asdict(store.counters),
                 **tiers,
                 "namespaces": namespaces,
+                "drain": self.drain.stats(),
             }
 
     # -- methods for the socket servers -----------------------------------------------------------------------------
@@ -278,6 +283,22 @@ class Node:
             return Reply(messages.Failure("ProtocolError", f"internal error while serving {name}; see the node's log"))
         finally:
             self._times[name].add_time(time.perf_counter() - began_s)
+
+    def _start_drain(self, request: messages.Drain, session: NodeSession) -> Reply:
+        if not session.local:
+            raise UsageError("only a process of this host and user may drain a node")
+        if not request.nbytes_per_s > 0:
+            raise UsageError(f"field 'nbytes_per_s': {request.nbytes_per_s} must be above 0")
+        with self.lock:
+            first = not self.drain.started.is_set()
+            self.drain.started.set()
+        if first:
+            self.member = msgspec.structs.replace(self.member, weight=0.0)  # the next heartbeat sends it
+            task = partial(self.drain.run, request.nbytes_per_s, self._stopping)
+            thread = threading.Thread(target=self._run_task, args=(task,), name="raykv-drain", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return Reply(messages.Done())
 
     def _attach(self, request: messages.Attach, session: NodeSession) -> Reply:
         return Reply(

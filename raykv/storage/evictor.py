@@ -197,6 +197,12 @@ class Evictor:
         self._evicting_ahead = 0 < gone < count
         return self._evicting_ahead
 
+    def spare_slots(self, size: int) -> int:
+        """Return how many slots of `size` bytes can be lent without any eviction, now or in the background."""
+        share, slots = self._config.high_water, self._allocator.slots
+        spare = slots.free(size) - math.ceil(share * slots.usable_nbytes / size)
+        return max(0, min(spare, len(self._allocator.free_rows) - math.ceil(share * self._table.rows)))
+
     def upcoming(self, share: float, now: int) -> Rows:
         """Return the rows that eviction would remove next, until this share of the arena is free. Evicts nothing.
 

@@ -65,6 +65,11 @@ class RowHints:
         if ended is not None:
             self._ended[rows] = now if ended else 0
 
+    def priorities(self, rows: Rows) -> list[int]:
+        """Return the priority of each row, without retentions."""
+        found: list[int] = self._priority[rows].tolist()
+        return found
+
     def retain(self, keys: KeyArray, ttl_s: float, priority: int, *, now_s: float) -> int:
         """Keep chunks for `ttl_s` seconds: until then they do not expire, and have at least this priority.
 

@@ -105,6 +105,13 @@ class NodeHandle:
         """
         return codec.expect(messages.Trace, self._ask(messages.FetchTrace(on))).requests
 
+    def drain(self, nbytes_per_s: float) -> None:
+        """Have the node move its chunks to other nodes. `stats` shows the progress, under "drain".
+
+        Raises PeerUnavailable if the node does not answer.
+        """
+        codec.expect(messages.Done, self._ask(messages.Drain(nbytes_per_s)))
+
     def stop(self, *, unlink: bool = False) -> None:
         """Stop the node and the supervisor. With `unlink`, also leave the cluster and remove the node's memory.
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from raykv.config import GIB, ClusterConfig
+from raykv.config.base import parse_nbytes
 from raykv.errors import ConfigError, RayKVError
 from raykv.eviction import POLICIES
 from raykv.planner.command import add_arguments, plan_command
@@ -74,6 +75,15 @@ def parser() -> argparse.ArgumentParser:
     upgrade.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each node (default: 60)")
     upgrade.set_defaults(run=_upgrade)
 
+    drain = commands.add_parser("drain", help="move a node's chunks to other nodes, then end the node")
+    drain.add_argument("node", metavar="NODE", help="id of its Ray node, or the first characters, as in 'raykv status'")
+    drain.add_argument("--rate", default="500 MiB", metavar="SIZE", help="bytes a second at most (default: 500 MiB)")
+    drain.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="SECONDS", help="how long to wait (default: 3600)"
+    )
+    drain.add_argument("--undo", action="store_true", help="start a drained node again, empty")
+    drain.set_defaults(run=_drain)
+
     record = commands.add_parser("record", help="capture a trace of requests, for 'raykv plan'")
     record.add_argument("file", metavar="FILE", help="a line a request; must not exist")
     record.add_argument("--seconds", type=float, default=600.0, help="how long (default: 600; Ctrl-C ends it)")
@@ -92,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     add_arguments(plan)
     plan.set_defaults(here=lambda options: print(plan_command(options)))
     asking = add_commands(commands)
-    for command in (up, status, upgrade, record, down, *asking):
+    for command in (up, status, upgrade, drain, record, down, *asking):
         command.add_argument("--name", default="default", help="name of the raykv cluster")
     return whole
 
@@ -157,6 +167,35 @@ def _upgrade(options: argparse.Namespace) -> str:
     return "\n".join([f"cluster {options.name!r} is upgraded", *lines])
 
 
+def _drain(options: argparse.Namespace) -> str:
+    from raykv.cluster import control
+
+    if options.undo:
+        control.undrain(options.node, options.name)
+        return f"node {options.node} is back"
+    try:
+        rate = float(str(parse_nbytes(options.rate)))
+    except ValueError as error:
+        raise ConfigError(f"--rate: {error}") from None
+    last: dict[str, Any] = {}
+    before = None
+    for last in control.drain(options.node, options.name, nbytes_per_s=rate, timeout_s=options.timeout):
+        if last["state"] != "done" and last.get("moved") != before:
+            before = last.get("moved")
+            print(_moved(last), flush=True)
+    left = f"; left behind: {last['reason']}" if last["left"] else ""
+    return f"node {options.node} is drained: {_moved(last)}{left}"
+
+
+def _moved(progress: dict[str, Any]) -> str:
+    """Format the progress of a drain."""
+    return (
+        f"{progress.get('moved', 0):,} chunks moved ({progress.get('moved_nbytes', 0) / GIB:.2f} GiB), "
+        f"{progress.get('elsewhere', 0):,} were elsewhere already, {progress.get('left', 0):,} left "
+        f"({progress.get('left_nbytes', 0) / GIB:.2f} GiB), {progress.get('below_memory', 0):,} below memory"
+    )
+
+
 def _record(options: argparse.Namespace) -> str:
     from raykv.cluster import control
 
@@ -195,11 +234,14 @@ def _table(found: dict[str, Any]) -> str:
     lines = [f"cluster {found['name']!r}, epoch {found['epoch']}, directory pid {found['directory']['pid']}"]
     for ray_node_id, node in found["nodes"].items():
         name = ray_node_id[:16]
+        if "drain" in node and "node_id" not in node:
+            lines.append(f"  {name}  drained: {_moved(node['drain'])}")
+            continue
         if "error" in node:
             lines.append(f"  {name}  DOWN: {node['error'].splitlines()[0]}")
             continue
         used, total = node["used_nbytes"] / GIB, node["arena_nbytes"] / GIB
-        state = "member" if node["member"] else "joining"
+        state = "draining" if node.get("drain") else "member" if node["member"] else "joining"
         lines.append(
             f"  {name}  {state:<7}  {node['address']:<21}  {used:.2f} of {total:.2f} GiB in {node['chunks']:,} chunks, "
             f"{node['evicted']:,} evicted"

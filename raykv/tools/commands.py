@@ -152,10 +152,9 @@ def _name(namespace: Namespace) -> str:
 
 
 def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace:
-    """Find a namespace by `text`: fields of the namespace as JSON, or the name of its model.
+    """Find a namespace. `text`: its fields as JSON, or its model's name; None for the only one in use.
 
-    If `text` is None, returns the only namespace in use. With `new`, the error message also explains how to name a
-    namespace that is not in use yet.
+    With `new`, the error message also explains how to name a namespace that is not in use yet.
     """
     if text is not None and text.startswith("{"):
         try:

@@ -29,7 +29,7 @@ class Finding:
 
     Attributes:
         name: What was checked.
-        grade: "ok", or "better" (raykv works, but the remedy would help), or "wrong" (raykv cannot work well).
+        grade: "ok"; "better": raykv works, but the remedy would help; "wrong": raykv cannot work well.
         says: The result, for people.
         remedy: A command or a step that helps. Empty if nothing needs to be done.
     """

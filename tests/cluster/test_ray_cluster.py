@@ -210,6 +210,74 @@ def test_an_upgrade_under_load_keeps_every_chunk_and_reads_never_stop(cluster):
         wait_for("the other node finds them", lambda: there.match(names).count == 200)
 
 
+def test_a_drained_node_hands_its_chunks_over_and_comes_back_empty(local_ray):
+    with running() as started:
+        mine, (here, there) = clients(started)
+        other = next(node for node in started["nodes"] if node != mine)
+        names, into = [f"chunk-{number}" for number in range(50)], bytearray(5000)
+        values = [name.encode().ljust(5000, b".") for name in names]
+
+        def found() -> int:
+            return sum(here.get_one(here.key(name), memoryview(into)) for name in names)
+
+        with here, there:
+            assert there.put(names, values).stored == 50
+            wait_for("the chunks are announced", lambda: found() == 50)
+            options = parser().parse_args(["drain", other[:12], "--name", "test", "--rate", "1 GiB"])
+            said = options.run(options)
+            assert f"node {other[:12]} is drained: 50 chunks moved" in said
+            assert "0 left" in said
+            wait_for("all are on this node", lambda: found() == 50)
+            after = raykv.cluster.status("test")["nodes"]
+            assert raykv.cluster.control.is_drained(after[other])
+            assert after[mine]["chunks"] == 50
+            wait_for("the view has one member", lambda: len(here.view().members) == 1)
+            assert all(started["nodes"][other]["node_id"] not in name for name in memory_files())
+            options = parser().parse_args(["status", "--name", "test"])
+            assert "drained: 50 chunks moved" in options.run(options)
+            assert len(list(raykv.cluster.upgrade("test"))) == 2, "the other node, and the directory"
+            assert raykv.cluster.start(name="test", storage=STORAGE, separate_hosts=True)["nodes"]
+        raykv.cluster.undrain(other[:12], "test")
+        _, (here, there) = clients(raykv.cluster.status("test"))
+        with here, there:
+            wait_for("the node is in the view", lambda: len(here.view().members) == 2)
+            wait_for("the chunks are still here", lambda: found() == 50)
+        with pytest.raises(raykv.UsageError, match="names 0 nodes"):
+            list(raykv.cluster.drain("no such node", "test"))
+        for rate in (0.0, float("nan"), float("inf")):
+            with pytest.raises(raykv.UsageError, match="nbytes_per_s"):
+                list(raykv.cluster.drain(other, "test", nbytes_per_s=rate))
+
+
+def test_a_ray_node_that_is_about_to_end_is_drained(local_ray):
+    """Ray announces the end of a node before a scale-down, and after a notice of preemption."""
+    with LocalRay([{}, {}]) as nodes:
+        ray.shutdown()
+        ray.init(address=nodes.address, log_to_driver=False)
+        try:
+            with running() as started:
+                mine, (here, there) = clients(started)
+                other = next(node for node in started["nodes"] if node != mine)
+                with here, there:
+                    names = [f"chunk-{number}" for number in range(20)]
+                    assert there.put(names, [bytes(5000)] * 20).stored == 20
+                    preemption = 2  # DRAIN_NODE_REASON_PREEMPTION
+                    gcs = ray._private.worker.global_worker.gcs_client
+                    deadline_ms = int(time.time() * 1000) + 60_000
+                    accepted, why = gcs.drain_node(other, preemption, "a test", deadline_ms)
+                    assert accepted, why
+
+                    def drained() -> bool:
+                        nodes = raykv.cluster.status("test")["nodes"]
+                        return other not in nodes or raykv.cluster.control.is_drained(nodes[other])
+
+                    wait_for("the node is drained", drained)
+                    wait_for("its chunks are here", lambda: here.exists(names).sum() == 20)
+        finally:
+            ray.shutdown()
+            ray.init(address=local_ray.address, log_to_driver=False)
+
+
 def test_a_killed_directory_comes_back_and_learns_the_view(cluster):
     _, (here, there) = clients(cluster)
     with here, there:

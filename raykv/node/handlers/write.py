@@ -6,8 +6,9 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from raykv.errors import ProtocolError, RayKVError, UsageError
+from raykv.errors import CapacityError, ProtocolError, RayKVError, UsageError
 from raykv.memory.copying import checksums_of
+from raykv.memory.slots import slot_nbytes
 from raykv.node.announcer import Announcer
 from raykv.node.reclaimer import Reclaimer
 from raykv.node.sessions import HandlerTable, NodeSession
@@ -31,8 +32,16 @@ class WriteHandler:
     """
 
     def __init__(
-        self, store: Store, lock: threading.Lock, mover: TierMover, announcer: Announcer, reclaimer: Reclaimer
+        self,
+        store: Store,
+        lock: threading.Lock,
+        mover: TierMover,
+        announcer: Announcer,
+        reclaimer: Reclaimer,
+        draining: threading.Event,
     ) -> None:
+        """Take the node's parts. `draining`: once set, nothing is stored any more."""
+        self._draining = draining
         self._store, self._lock, self._mover = store, lock, mover
         self._announcer, self._reclaimer = announcer, reclaimer
         self.table: HandlerTable = {
@@ -50,7 +59,7 @@ class WriteHandler:
         parent = parent_in(request.parent)
         protect = [keys_in(request.keys), *(() if parent is None else (parent,))]
         with self._lock:
-            now_s, most = time.monotonic(), session.most_slots(request.nbytes)
+            now_s, most = time.monotonic(), self._most_slots(session, request.nbytes)
             count = min(request.count, most) if now_s < request.until_s else 0
             slots = self._store.lend(
                 self._store.groups.number(request.group),
@@ -79,6 +88,8 @@ class WriteHandler:
 
     def _commit_run(self, group: int, run: messages.Run, session: NodeSession) -> messages.CommittedRun:
         _require_count("ahead", run.ahead)
+        if self._draining.is_set():
+            raise CapacityError("this node is being drained: it stores no more chunks")
         batch, rows = _batch_in(run), numbers_in(run.rows, "<i4")
         positions = numbers_in(run.positions, "<i4") if run.positions else np.arange(len(batch.keys), dtype=np.int32)
         written = Written(positions, rows, numbers_in(run.checksums, "<u8"))
@@ -87,13 +98,17 @@ class WriteHandler:
         with self._lock:
             used = self._store.commit(group, batch, written, now_s=now_s)
             session.end_lent(rows[used])
-            if ahead := min(run.ahead, session.most_slots(run.nbytes)):
+            if ahead := min(run.ahead, self._most_slots(session, run.nbytes)):
                 slots = self._store.lend(group, run.nbytes, 0, ahead=ahead, now_s=now_s)
                 session.add_lent(slots.rows, run.nbytes)
                 answer.rows, answer.offsets = slots.rows.tobytes(), slots.offsets.tobytes()
         if not used.all():
             answer.unused = np.flatnonzero(~used).astype("<i4").tobytes()
         return answer
+
+    def _most_slots(self, session: NodeSession, nbytes: int) -> int:
+        """Return how many slots for chunks of `nbytes` bytes may be lent to a connection now."""
+        return 0 if self._draining.is_set() else session.most_slots(nbytes)
 
     def _give_back(self, request: messages.GiveBack, session: NodeSession) -> Reply:
         rows = numbers_in(request.rows, "<i4")
@@ -108,7 +123,8 @@ class WriteHandler:
         with self._lock:
             group = self._store.groups.number(request.group)
             missing = self._store.missing(batch.keys, now_s=now_s)
-            count = min(len(missing), session.most_slots(request.nbytes))
+            count = min(len(missing), self._most_slots(session, request.nbytes))
+            count = count if request.evict else min(count, self._store.evictor.spare_slots(slot_nbytes(request.nbytes)))
             slots = self._store.lend(group, request.nbytes, count, protect=protect, now_s=now_s)
             session.add_lent(slots.rows, request.nbytes)
         positions = missing[: len(slots.rows)]

@@ -31,8 +31,7 @@ class IoThreads:
 
         Args:
             next_task: Takes the number of a thread, waits, and returns that thread's next task. None ends the thread.
-            failed: Is called with any exception that a task raises, and should turn the drive or the tier off. The
-                thread continues.
+            failed: Is called with any exception that a task raises, and should turn the tier off. The thread continues.
         """
         self._next_task, self._failed = next_task, failed
         self._since: list[float | None] = [None] * count

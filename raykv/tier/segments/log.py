@@ -9,8 +9,8 @@ An open segment gets new batches. A closed segment gets no more batches. A seale
 Segments are reclaimed in the order of their sequence numbers. So a tombstone outlives everything that it covers. Only
 a segment without live chunks and without tombstones may be reclaimed out of order.
 
-Source: log-structured file systems (Rosenblum and Ousterhout, 1992). They must move all live data out of a segment, so
-they choose a segment by its free space and age. A cache may drop unread chunks, so this log takes the oldest segment.
+Source: log-structured file systems (Rosenblum and Ousterhout, 1992). They choose a segment by its free space and age.
+This log takes the oldest one, because a cache may drop unread chunks instead of moving them.
 """
 
 from collections import deque
@@ -22,8 +22,7 @@ from raykv.tier.segments.format import BATCH, Counts, Record, blocks_of, joined,
 from raykv.tier.segments.requests import Item, entries_of
 
 SPARE_SEGMENTS: Final = 2
-"""If fewer segments than this are free, a segment is made or reclaimed. One of these segments is for new chunks. The
-other is for moved chunks and tombstones."""
+"""If fewer segments than this are free, another one is made or reclaimed. New chunks and moved chunks each need one."""
 
 
 @dataclass(eq=False)
@@ -49,7 +48,7 @@ class Segment:
 
     Attributes:
         sequence: Position in the order in which segments were opened; 0 while free.
-        live_nbytes: Total size on disk of the segment's chunks that are in the index, in bytes.
+        live_nbytes: Total size of those of its chunks that are in the index.
         readers: Number of reads of this segment that are queued or running.
         end: First block of the next batch.
         placed: Number of batches so far.
@@ -72,7 +71,7 @@ class Segment:
 
 
 class Log:
-    """The segments of one path. If the log has `limit` segments or more, it gets no new ones.
+    """The segments of one path, at most `limit`.
 
     Attributes:
         open: The segment that is being filled; None if there is none.
@@ -93,7 +92,7 @@ class Log:
         return [number for number in self._free if not self.segments[number].readers]
 
     def absent(self) -> int | None:
-        """Return a number for a new segment; None if the log has `limit` segments or more."""
+        """Return a number for a new segment; None if the log has `limit` segments."""
         if len(self.segments) >= self.limit:
             return None
         return next(number for number in range(self.limit) if number not in self.segments)
@@ -120,7 +119,7 @@ class Log:
         return [segment for segment in self.segments.values() if segment.state != "free"]
 
     def open_next(self, *, spare: int = 0) -> Segment | None:
-        """Close the open segment and open a free one. If at most `spare` segments are free, only returns None."""
+        """Close the open segment and open a free one. Returns None, and does nothing, if at most `spare` are free."""
         free = self.free()
         if len(free) <= spare:
             return None
@@ -222,8 +221,7 @@ class Log:
     def choose_victim(self) -> Segment | None:
         """Choose the next segment to reclaim, and mark it "reclaiming".
 
-        A sealed segment without live chunks and without tombstones comes first. If there is none, the oldest segment is
-        chosen. Returns None if that segment is not sealed yet, or if another segment is being reclaimed.
+        Returns None if another segment is being reclaimed, or if the oldest segment is not sealed yet.
         """
         if self.reclaiming is not None:
             return None

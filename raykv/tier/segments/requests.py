@@ -26,7 +26,7 @@ QUEUED_NBYTES: Final = 128 << 20
 QUEUED_READS: Final = 1 << 14
 """A tier with this many queued reads (`Run`) refuses further calls of `Tier.read`."""
 READ_NBYTES: Final = 4 << 20
-"""One read of several adjacent chunks has at most this many bytes. A larger chunk is read alone."""
+"""One call reads several adjacent chunks if they have at most this many bytes together."""
 
 
 class Request:
@@ -66,9 +66,9 @@ class Item:
     Attributes:
         view: Bytes of the chunk, padded to a whole block.
         text: Quota group as JSON.
-        request: What the chunk belongs to: a call of `Tier.write`, or the moves out of one segment.
+        request: The call of `Tier.write`, or the move out of a segment, to which the chunk belongs.
         place: Position of the chunk in `request`.
-        moved_from: Segment that a moved chunk leaves, numbered as in `Index.segment`; -1 if the chunk is not moved.
+        moved_from: Number (as in `Index.segment`) of the segment that the chunk leaves; -1 for a call of `Tier.write`.
         cancelled: Whether the chunk was deleted after it was queued.
     """
 
@@ -103,7 +103,7 @@ class WriteQueue:
     def offer(self, chunks: Sequence[Chunk], done: Written, *, on: bool) -> int:
         """Queue chunks; see `Tier.write`. `on`: whether the tier accepts chunks.
 
-        `done` gets False for a chunk that is too large, or that is already queued or being written.
+        `done` gets False for a chunk that is too large, or that an earlier call has queued.
         """
         request, taken = Request(self.callbacks, lambda results: done(chunks[: len(results)], results)), 0
         here = self.index.find(key_array([chunk.key for chunk in chunks]), now_s=time.time()) >= 0
@@ -128,13 +128,13 @@ class WriteQueue:
         self.coming[item.chunk.key] = item
         self.queue.append(item)
         self.queued_nbytes += item.chunk.nbytes
-        if item.moved_from >= 0:  # moved chunks go first, so that their old segment is freed soon
+        if item.moved_from >= 0:  # moved chunks go first, because their old segment is freed once they are written
             self.queue.rotate(1)
 
     def next_item(self) -> Item | None:
-        """Return the first chunk that is not cancelled, without removing it. None if there is no such chunk.
+        """Return the first chunk of the queue, without removing it. None if the queue is empty.
 
-        Cancelled chunks before that chunk are removed from the queue.
+        Cancelled chunks before it are removed.
         """
         while self.queue and self.queue[0].cancelled:
             self.finish(self.dequeue(), False)
@@ -152,7 +152,7 @@ class WriteQueue:
         item.request.finish(item.place, result)
 
     def cancel(self, keys: Iterable[bytes]) -> None:
-        """Mark the chunks of deleted `keys` as cancelled, if they are queued or being written."""
+        """Cancel deleted chunks: those of `keys` that are queued or being written."""
         for key in self.coming.keys() & keys:
             self.coming[key].cancelled = True
 
@@ -220,10 +220,7 @@ class Run:
         return right
 
     def enter(self, right: Bits, queue: WriteQueue) -> Rows:
-        """Count the bytes and reads of undamaged chunks. Returns the rows of damaged chunks that the index still has.
-
-        `right`: the result of `verify`.
-        """
+        """Count bytes and reads of the `right` chunks. Returns the rows of wrong chunks that are still in the index."""
         index, columns = queue.index, queue.index.columns
         rows, segments, blocks, nbytes, checksums = np.array([piece[:5] for piece in self.pieces], np.uint64).T
         rows = rows.astype(np.int32)

@@ -21,7 +21,7 @@ from raykv.errors import ConfigError
 from raykv.tier.segments.format import BLOCK_NBYTES, Record, encode
 
 IOV_MAX: Final = 1024
-"""Linux accepts at most this many buffers in one system call."""
+"""Limit of Linux: the most buffers in one system call."""
 
 
 class Volume:
@@ -37,8 +37,7 @@ class Volume:
         """Create the directory if it is missing, and lock it for this process. May be called again.
 
         Raises:
-            ConfigError: Another process uses the directory. Or another user could change its files. Or O_DIRECT is
-                required, and the file system refuses it.
+            ConfigError: Another process uses the directory, or O_DIRECT is required and the file system refuses it.
             OSError: The directory cannot be used now.
         """
         self.close()
@@ -88,10 +87,9 @@ class Volume:
         self._path(number).unlink(missing_ok=True)
 
     def write(self, number: int, offset: int, buffers: Sequence[memoryview], *, sync: bool = False) -> int:
-        """Write buffers one after another. Returns the number of bytes written.
+        """Write buffers one after another. Offset, and addresses and lengths of buffers, must be multiples of a block.
 
-        The offset, and the address and length of each buffer, must be multiples of BLOCK_NBYTES. With `sync`, calls
-        fdatasync, so that all bytes that were written to the segment so far survive a power cut.
+        `sync` calls fdatasync, so that the whole segment survives a power cut. Returns the number of bytes written.
         """
         with self._file(number) as fd:
             nbytes = write_all(fd, buffers, offset)
@@ -102,7 +100,7 @@ class Volume:
         return nbytes
 
     def read(self, number: int, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers, aligned as for `write`. Returns the number of bytes read. Stops at the end of the file."""
+        """Fill buffers, aligned as for `write`. Returns the number of bytes read, which is lower if the file ends."""
         with self._file(number) as fd:
             nbytes = transfer(os.preadv, fd, buffers, offset)
             if not self.direct:
@@ -162,7 +160,7 @@ def transfer(call: Callable[..., int], fd: int, buffers: Sequence[memoryview], o
 
 
 def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Write buffers one after another. Returns the number of bytes. Raises OSError if not all bytes were written."""
+    """Write buffers one after another. Returns the number of bytes. Raises OSError also after a partial write."""
     nbytes = transfer(os.pwritev, fd, buffers, offset)
     if nbytes < sum(map(len, buffers)):
         raise OSError(errno.EIO, "nothing was written")

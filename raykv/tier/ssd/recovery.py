@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 class Recovery:
     def __init__(self, shared: Shared, drive: Drive) -> None:
-        """Prepare a recovery. Its first task is `list_segments`, or `open` if the directory is closed."""
+        """Read nothing yet. Recovery begins with the task `list_segments`, or `open` if the directory is closed."""
         self._shared, self._drive = shared, drive
         self._unread = 0
         self._found: list[tuple[int, Record, bool]] = []
@@ -91,7 +91,7 @@ class Recovery:
         for number, record, sealed in found:
             for text in record.texts:
                 if text not in numbers:
-                    numbers[text] = shared.groups.number(text)  # acquires the node's lock, so do not hold the tier's
+                    numbers[text] = shared.groups.number(text)  # not under the tier's lock: acquires the node's
             entries = living(record)
             with shared.lock:
                 if epoch != drive.epoch:
@@ -106,14 +106,14 @@ class Recovery:
     def _enter(
         self, number: int, record: Record, entries: Array, groups: Sequence[int | None], *, sealed: bool
     ) -> None:
-        """Enter a segment's chunks into the index. `groups`: number of each group in `record.texts`, or None."""
+        """Enter a segment's chunks into the index. `groups`: the group number of each of `record.texts`, or None."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         segment = drive.log.add_found(number, sealed=sealed, record=record)
         dropped = self._dropped | drive.dropped.keys()
         known = [group is not None and text not in dropped for group, text in zip(groups, record.texts, strict=True)]
         keep = np.array(known, np.bool_)[entries["group"]]
         keep &= (entries["expires_s"] == 0) | (entries["expires_s"] > time.time())
-        for deleted in filter(None, (self._deleted, drive.deleted)):  # tombstones of newer segments; pending tombstones
+        for deleted in filter(None, (self._deleted, drive.deleted)):  # deleted by newer segments or by callers
             keep &= np.array([key not in deleted for key in raw_keys(entries["key"])], np.bool_)
         entries = entries[keep]
         existing = index.find_all(np.ascontiguousarray(entries["key"]))

@@ -58,7 +58,7 @@ class Content:
     texts: frozenset[bytes] = frozenset()
 
     def counts(self, item: Item | None = None) -> Counts:
-        """Count the chunks, tombstones and texts in the record of the batch. `item`: a chunk to count in addition."""
+        """Count what the record of the batch lists. With `item`: what it would list after adding this chunk."""
         texts = self.texts.union(self.dropped, [item.text] if item else [])
         return Counts(len(self.items) + (item is not None), len(self.deleted), len(self.dropped), texts)
 
@@ -178,7 +178,7 @@ class Shared(WriteQueue):
             self.refuse_writes()
 
     def fail_moves(self) -> None:
-        """Report queued moves as failed, because no segment has room for them. Their old segment is then freed."""
+        """Report queued moves as failed, because no segment is free for them. After that, the old segment is freed."""
         while (item := self.next_item()) is not None and item.moved_from >= 0:
             self.finish(self.dequeue(), False)
 
@@ -208,7 +208,7 @@ class Shared(WriteQueue):
         return len(rows)
 
     def _segments_of(self, rows: Rows) -> tuple[list[Segment], npt.NDArray[np.intp]]:
-        """Return the segments of `rows` without duplicates, and for each row the index of its segment in this list."""
+        """Return the segments of `rows`, each segment once, and for each row the position of its segment among them."""
         identities, positions = np.unique(self.index.segment[rows], return_inverse=True)
         segments = [self.drives[each // SEGMENTS].log.segments[each % SEGMENTS] for each in identities.tolist()]
         return segments, positions
@@ -236,9 +236,9 @@ class Shared(WriteQueue):
         self.remove(index.rows_where(index.expired(index.used(), now_s=time.time())), tombstones=False)
 
     def disown(self, drive: Drive, key: bytes) -> None:
-        """Queue a tombstone for a chunk that is on the drive but not in the index, so that recovery does not find it.
+        """Queue a tombstone for a copy that is on the drive but not in the index. Otherwise recovery would find it.
 
-        Does nothing if the index has another copy of the chunk on this drive: the tombstone would delete both copies.
+        Does nothing if the index has another copy on the same drive, because the tombstone would delete that one too.
         """
         row = int(self.index.find_all(key_array([key]))[0])
         if row < 0 or int(self.index.segment[row]) // SEGMENTS != drive.number:
@@ -294,7 +294,7 @@ class Shared(WriteQueue):
         return view if whole else None
 
     def fail(self, drive: Drive, error: Exception) -> None:
-        """Turn a drive off, unless it is off already. `Workers.watch` will try to start the drive again."""
+        """Turn a drive off; `Workers.watch` retries it later. No effect if the drive is off already."""
         if drive.state == "off":
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -32,7 +32,7 @@ from raykv.tier.ssd.workers import Workers
 from raykv.types import Bits, KeyArray
 
 WATCH_S: Final = 0.25
-"""Longest time between two checks of the drives. A check detects slow drives, and starts failed drives again."""
+"""At least this often, a thread looks for slow drives, and tries failed drives again."""
 TIDY_S: Final = 10.0
 """Expired chunks are removed from the index at this interval."""
 CLOSE_S: Final = 10.0
@@ -46,8 +46,8 @@ class SsdTier(Tier):
         """Lock the directories and start recovery.
 
         Raises:
-            ConfigError: Another process uses a directory. Or another user could change its files. Or O_DIRECT is
-                required, and a file system refuses it. Or there is not enough memory for the index.
+            ConfigError: Another process uses a directory; or O_DIRECT is required and a file system refuses it; or the
+                memory does not suffice for the index.
         """
         self.config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         self._shared = shared = Shared(config, environment)

@@ -27,8 +27,7 @@ MOVED_AT_ONCE: Final = 0.5
 FEWEST_SEGMENTS: Final = 2
 """A drive without space for this number of segments is turned off."""
 SPARE_ROWS: Final = 2048
-"""If the index has fewer free rows than this, a segment is reclaimed. For a small index, the limit is an eighth of its
-rows."""
+"""If the index has fewer free rows than this (in a small index: than an eighth of its rows), a segment is reclaimed."""
 GROW_S: Final = 30.0
 """Time between a failure to make a segment and the next attempt."""
 
@@ -143,8 +142,8 @@ class Upkeep:
     def _free(self, segment: Segment, epoch: int) -> None:
         """Wipe a segment's first and last block, so that recovery does not find its chunks. Mark the segment as free.
 
-        A newer segment may have tombstones for these chunks, and is wiped later. If a power cut undid only the wiping
-        of this segment, recovery would find the deleted chunks. So both blocks are synced.
+        Both blocks are synced, because a later segment may have tombstones for these chunks. The later segment is wiped
+        after this one. If a power cut undid only the wiping of this one, deleted chunks would return.
         """
         drive, number = self._drive, segment.number
         self._write(number, 0, aligned(BLOCK_NBYTES))

@@ -88,8 +88,8 @@ class Writer:
     def _fill(self, draft: Content) -> Item | None:
         """Move chunks from the write queue to `draft`. Returns the first chunk that does not fit, or None."""
         shared, drive = self._shared, self._drive
-        # If the tombstones need several records, chunks wait for the last of these records. Otherwise a tombstone in a
-        # later record could delete a chunk that was stored again after its deletion.
+        # If one record cannot hold all tombstones, chunks wait for the batch with the last of them. Otherwise a
+        # tombstone in a later batch would delete a chunk that was stored again after its deletion.
         if len(draft.deleted) < len(drive.deleted):
             return None
         free_rows = shared.free_rows()
@@ -211,7 +211,7 @@ class Workers:
         drive.notify()
 
     def _retry(self) -> None:
-        """Close the directory of a drive that is off, so that the drive can be unmounted.
+        """Close the directory of a drive that is off, so that it can be unmounted.
 
         After `retry_at_s`, start the drive again.
         """
@@ -252,7 +252,7 @@ class Workers:
     def _handle_wrong(self, wrong: Rows, problem: OSError | None) -> None:
         """Drop chunks that were read with wrong bytes or a media error (EIO).
 
-        Turn the drive off after BAD_READS media errors in a row. Turn it off at once after any other read error.
+        Turn the drive off after BAD_READS media errors in a row, or after one other error.
         """
         shared, drive = self._shared, self._drive
         bad_spot = problem is not None and problem.errno == errno.EIO
