@@ -249,35 +249,6 @@ def test_a_drained_node_hands_its_chunks_over_and_comes_back_empty(local_ray):
                 list(raykv.cluster.drain(other, "test", nbytes_per_s=rate))
 
 
-def test_a_ray_node_that_is_about_to_end_is_drained(local_ray):
-    """Ray announces the end of a node before a scale-down, and after a notice of preemption."""
-    with LocalRay([{}, {}]) as nodes:
-        ray.shutdown()
-        ray.init(address=nodes.address, log_to_driver=False)
-        try:
-            with running() as started:
-                mine, (here, there) = clients(started)
-                other = next(node for node in started["nodes"] if node != mine)
-                with here, there:
-                    names = [f"chunk-{number}" for number in range(20)]
-                    assert there.put(names, [bytes(5000)] * 20).stored == 20
-                    preemption = 2  # DRAIN_NODE_REASON_PREEMPTION
-                    gcs = ray._private.worker.global_worker.gcs_client
-                    deadline_ms = int(time.time() * 1000) + 60_000
-                    accepted, why = gcs.drain_node(other, preemption, "a test", deadline_ms)
-                    assert accepted, why
-
-                    def drained() -> bool:
-                        nodes = raykv.cluster.status("test")["nodes"]
-                        return other not in nodes or raykv.cluster.control.is_drained(nodes[other])
-
-                    wait_for("the node is drained", drained)
-                    wait_for("its chunks are here", lambda: here.exists(names).sum() == 20)
-        finally:
-            ray.shutdown()
-            ray.init(address=local_ray.address, log_to_driver=False)
-
-
 def test_a_killed_directory_comes_back_and_learns_the_view(cluster):
     _, (here, there) = clients(cluster)
     with here, there:
@@ -406,3 +377,26 @@ def test_the_command_line_names_what_is_wrong(local_ray, arguments: list[str], n
             command("up", *arguments)
     finally:
         raykv.cluster.stop("test")
+
+
+def test_a_ray_node_that_is_about_to_end_is_drained(cluster):
+    """Ray announces the end of a node before a scale-down, and after a notice of preemption.
+
+    The last test of this file, because the Ray node ends.
+    """
+    mine, (here, there) = clients(cluster)
+    other = next(node for node in cluster["nodes"] if node != mine)
+    with here, there:
+        names = [f"chunk-{number}" for number in range(20)]
+        assert there.put(names, [bytes(5000)] * 20).stored == 20
+        preemption, deadline_ms = 2, int(time.time() * 1000) + 60_000  # DRAIN_NODE_REASON_PREEMPTION
+        gcs = ray._private.worker.global_worker.gcs_client
+        accepted, why = gcs.drain_node(other, preemption, "a test", deadline_ms)
+        assert accepted, why
+
+        def drained() -> bool:
+            nodes = raykv.cluster.status("test")["nodes"]
+            return other not in nodes or raykv.cluster.control.is_drained(nodes[other])
+
+        wait_for("the node is drained", drained)
+        wait_for("its chunks are here", lambda: here.exists(names).sum() == 20)
