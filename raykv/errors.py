@@ -49,3 +49,7 @@ class CapacityError(RayKVError):
 
 class LostError(RayKVError):
     """Stored bytes are gone: evicted, corrupt, or their node died. Recompute the chunk."""
+
+
+class DamagedError(LostError):
+    """The chunk table of a node contradicts itself. The node restarts by itself."""

@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from raykv.errors import LostError
+from raykv.errors import DamagedError
 from raykv.memory import native
 from raykv.memory.layout import Cells, Columns
 from raykv.types import KeyArray, Rows
@@ -47,6 +47,7 @@ class HashIndex:
     copies: "list[npt.NDArray[np.int32]]"
     _copy_cells: "list[memoryview[int]]"
     active: "memoryview[int]"
+    own_header: "np.void"
     _size: int
 
     def _populate_copy(self, number: int) -> bool:
@@ -120,13 +121,14 @@ class HashIndex:
         return (mixed * np.uint64(self._size) >> np.uint64(32)).astype(np.int64)
 
     def _raise_damaged(self) -> NoReturn:
-        raise LostError("the index of the chunk table is full or damaged; restart the node, which rebuilds it")
+        raise DamagedError("the index of the chunk table is full or damaged; restart the node, which rebuilds it")
 
     # -- changes, by the one writer ---------------------------------------------------------------------------------
 
     @property
     def index(self) -> npt.NDArray[np.int32]:
-        return self.copies[self.active[0]]
+        number = self.active[0]
+        return self.copies[number] if number < len(self.copies) else self._raise_damaged()
 
     def index_entries(self) -> Rows:
         entries: Rows = self.index[(self.index != EMPTY) & (self.index != REMOVED)] - np.int32(FIRST)
@@ -184,6 +186,7 @@ class HashIndex:
             number = self.active[0]
         self.copies[number][:] = EMPTY
         self._enter(self.copies[number], rows)
+        self.own_header["active_index"] = number
         self.active[0] = number
         self.removed = 0
 

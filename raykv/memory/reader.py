@@ -33,6 +33,8 @@ class ShmReader:
     def __init__(self, table: str, arena: str, *, writable: bool) -> None:
         """Map a node's files. Raises LostError if a file is missing, damaged or of another layout version."""
         mapped = self.table = Table(SharedMemory.attach(FilePath(table), writable=True))
+        if mapped.made_at_s > time.monotonic():
+            raise LostError(f"{table} is damaged: it was made in the future")
         self.arena = SharedMemory.attach(FilePath(arena), writable=writable)
         self._compiled: Any = native.loops and native.loops.Reader(
             mapped.records, *mapped.copies, mapped.active, self.arena.view, mapped.columns.accessed,

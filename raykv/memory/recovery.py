@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
-from raykv.errors import LostError
+from raykv.errors import DamagedError, LostError
 from raykv.memory.free_rows import blocks
 from raykv.memory.index import FIRST, REMOVED
 from raykv.memory.layout import MAX_NAMESPACES, RowState
@@ -74,6 +74,27 @@ def recover(table: Table) -> Recovered:
         table.header["incarnation"] += 1
         found.slots.open_extents()
     return found
+
+
+def require_sound(table: Table) -> None:
+    """Check a table in use. The caller holds the lock of the node, so that nothing changes.
+
+    Raises:
+        DamagedError: The table contradicts itself. The message names the contradiction.
+    """
+    columns, populated = table.columns, slice(0, table.rows_populated)
+    generations, state = columns.generation[populated], columns.state[populated]
+    try:
+        _require(table, state.max() <= max(RowState), "rows in unknown states")
+        is_ready = state == RowState.READY
+        _require(table, (generations[is_ready] != 0).all(), "ready rows without a chunk")
+        _require(table, not (generations[is_ready] & 1).any(), "ready rows that are being written")
+        parents = columns.parent[populated][is_ready]
+        _require(table, ((parents >= -1) & (parents < table.rows)).all(), "parents outside the table")
+        others = (state != RowState.FREE) & ~is_ready
+        _check(table, *(np.flatnonzero(which).astype(np.int32) for which in (is_ready, others)))
+    except LostError as error:
+        raise DamagedError(str(error)) from None
 
 
 def _check(table: Table, ready: Rows, unfinished: Rows) -> Recovered:

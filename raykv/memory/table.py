@@ -6,10 +6,10 @@ row and its bytes in the arena, and loads `generation` again. If both loads gave
 Source: seqlocks (Lameter, 2005; as in the Linux kernel), one per row.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +35,18 @@ from raykv.memory.layout import (
 )
 from raykv.types import Bits, KeyArray, Rows
 
+MAX_MADE_AT_S: Final = 1e10
+"""Largest time of the monotonic clock at which a table can have been made, in seconds (300 years)."""
+RESTORED: Final = tuple(name for name in HEADER.names or () if name not in ("incarnation", "dirty", "recording"))
+"""The fields of the header that `Table.restore_header` restores."""
+
 
 class Table(HashIndex):
     """A mapped chunk table. Readers may call `touch`. All other methods that change the table are for the one writer.
 
     Attributes:
         header: The header; see `layout.HEADER`.
+        own_header: The writer's copy of the header in private memory, for `restore_header`.
         namespaces: Array of NAMESPACE, indexed by group number. `text` is the group as JSON; it is empty if no group
             has the number.
         extent_slots: The slot size of each extent of the arena, in bytes. 0 means that the extent is free.
@@ -57,6 +63,7 @@ class Table(HashIndex):
             raise LostError(f"{memory.path} is too short to be a chunk table")
         headers = np.frombuffer(memory.view, HEADER, 1)
         header = self.header = headers[0]
+        self.own_header = headers.copy()[0]
         if header["magic"] != MAGIC or header["layout_version"] != LAYOUT_VERSION:
             raise LostError(f"{memory.path} is not a chunk table of layout version {LAYOUT_VERSION}")
         self.rows, self.extents = int(header["rows"]), int(header["extents"])
@@ -65,7 +72,7 @@ class Table(HashIndex):
         self.made_at_s = float(header["made_at_s"])
         whole = 0 <= memory.nbytes - layout.nbytes < memory.page_nbytes and header["index_size"] == layout.index_size
         whole = whole and header["active_index"] < len(layout.indexes) and header["rows_populated"] <= self.rows
-        if not (whole and math.isfinite(self.made_at_s)):
+        if not (whole and 0.0 <= self.made_at_s <= MAX_MADE_AT_S):
             raise LostError(f"{memory.path} is cut short or damaged")
         view = memory.view
         self._layout = layout
@@ -132,6 +139,7 @@ class Table(HashIndex):
             parts.append((self._layout.indexes[1], 4 * self._size))
         if not all(self.memory.populate(offset, nbytes) for offset, nbytes in parts):
             return False
+        self.own_header["rows_populated"] = end
         self._rows_populated[0] = end
         return True
 
@@ -161,6 +169,13 @@ class Table(HashIndex):
         self.header["dirty"] = 1
         yield was_dirty
         self.header["dirty"] = 0
+
+    def restore_header(self) -> list[str]:
+        """Write the fields of the header again that another process has overwritten. Return their names."""
+        lost = [name for name in RESTORED if self.header[name] != self.own_header[name]]
+        for name in lost:
+            self.header[name] = self.own_header[name]
+        return lost
 
     @property
     def known_namespaces(self) -> Bits:

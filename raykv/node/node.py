@@ -21,9 +21,10 @@ from typing import Any, Final
 import msgspec
 
 from raykv.config import GIB, NodeConfig
-from raykv.errors import ConfigError, RayKVError, TransientError, UsageError
+from raykv.errors import ConfigError, DamagedError, RayKVError, TransientError, UsageError
 from raykv.membership.membership import MembershipPort
 from raykv.memory.host import give_way
+from raykv.memory.recovery import require_sound
 from raykv.metrics import Histogram
 from raykv.node.announcer import Announcer
 from raykv.node.drain import Drain
@@ -83,7 +84,7 @@ class Node:
         self.failure: BaseException | None = None
         self.lock, self._stopping = threading.Lock(), threading.Event()
         changed, due = threading.Event(), threading.Event()
-        self._events = (changed, due)
+        self._events, self._suspicious = (changed, due), threading.Event()
         store = self.store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
         mover = self.mover = open_tiers(config, store, self.lock, changed=self._wake_all)
         self.reconciler = NamespaceReconciler(store, self.lock, mover, registry_paths(config), self._wake_all)
@@ -175,8 +176,28 @@ class Node:
 
     def _beat_until_stopped(self) -> None:
         while not self._stopping.wait(self.config.heartbeat_s):
+            self._check_table()
             self._beat()
             self.store.table.memory.touch()  # because `remove_orphans` removes files that were not touched lately
+
+    def _check_table(self) -> None:
+        """Restore the header of the table. After an error that may be due to damage, check all rows and rebuild the index.
+
+        A damaged table sets `failure`, so the process ends. The next process recovers the table, or starts empty.
+        """
+        table = self.store.table
+        if lost := table.restore_header():
+            log.error("another process has overwritten the header of %s: %s", table.memory.path, ", ".join(lost))
+        if not self._suspicious.is_set():
+            return
+        self._suspicious.clear()
+        try:
+            with self.lock:
+                require_sound(table)
+                table.rebuild_index(table.ready_rows())
+        except DamagedError as error:
+            log.critical("%s", error)
+            self.failure = error
 
     def _beat(self) -> None:
         """Send a heartbeat to the directory. Apply the view and the list of namespaces in the answer, if any."""
@@ -276,9 +297,12 @@ class Node:
             return reply
         except RayKVError as error:
             self._errors[name] += 1
+            if isinstance(error, DamagedError):
+                self._suspicious.set()
             return Reply(codec.failure(error))
         except Exception:  # noqa: BLE001 - a bug must not end the connection: its leases would end too
             self._errors[name] += 1
+            self._suspicious.set()
             self._bug_log.write(logging.ERROR, "bug while serving %s", name, trace=True)
             return Reply(messages.Failure("ProtocolError", f"internal error while serving {name}; see the node's log"))
         finally:

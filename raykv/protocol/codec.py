@@ -161,8 +161,8 @@ def expect(kind: type[T], answer: Answer) -> T:
 
 def failure(error: RayKVError) -> Failure:
     """Make the answer that reports an error to the peer."""
-    kind = type(error).__name__
-    return Failure(kind if kind in _FAILURES else UsageError.__name__, _short(error))
+    names = [base.__name__ for base in type(error).__mro__]
+    return Failure(next((name for name in names if name in _FAILURES), UsageError.__name__), _short(error))
 
 
 def raise_failure(answer: Failure) -> None:
