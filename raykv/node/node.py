@@ -181,7 +181,7 @@ class Node:
             self.store.table.memory.touch()  # because `remove_orphans` removes files that were not touched lately
 
     def _check_table(self) -> None:
-        """Restore the header of the table. After an error that may be due to damage, check all rows and rebuild the index.
+        """Restore the header. After an error that damage may have caused, check the table and rebuild its index.
 
         A damaged table sets `failure`, so the process ends. The next process recovers the table, or starts empty.
         """
