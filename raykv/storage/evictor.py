@@ -34,6 +34,9 @@ SAMPLE_SHARE: Final = 128
 FOREIGN_EXTENTS: Final = 64
 """An extent (a part of the arena) has slots of one size. An empty extent can get another slot size. To find an extent
 that can be emptied, at most this many extents are checked, the coldest first."""
+HELD_SHARE: Final = 0.75
+"""Nothing is evicted for a writer if lent and quarantined slots would then take more than this share of the arena. So
+writers that take slots and vanish cannot empty the arena."""
 MAX_PINS: Final = (1 << 16) - 1
 
 
@@ -108,6 +111,9 @@ class Evictor:
             The number of slots that the group can get, at most `count`.
         """
         allocator = self._allocator
+        if held_nbytes := allocator.held_nbytes:
+            most = int(HELD_SHARE * allocator.slots.usable_nbytes - held_nbytes) // size
+            count = min(count, max(most, allocator.slots.free(size)))
         enough = min(allocator.slots.free(size), len(allocator.free_rows)) >= count
         if not enough or self._within_quota(count, size, group) < count:
             with self._shielded(protected):
