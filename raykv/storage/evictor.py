@@ -102,6 +102,12 @@ class Evictor:
         self.policies.use(group, None, NO_ROWS, 1)
         self.departures[group] = self.reads_of_departed[group] = 0
 
+    def most_slots(self, size: int) -> int:
+        """Return how many slots of `size` bytes a writer may get: free slots, or more by eviction; see HELD_SHARE."""
+        slots, held_nbytes = self._allocator.slots, self._allocator.held_nbytes
+        room_nbytes = int(HELD_SHARE * slots.usable_nbytes) - held_nbytes if held_nbytes else slots.usable_nbytes
+        return max(room_nbytes // size, slots.free(size))
+
     # -- eviction for a waiting writer -------------------------------------------------------------------------------
 
     def make_room(self, count: int, size: int, group: int, protected: Rows, now: int) -> int:
@@ -111,9 +117,6 @@ class Evictor:
             The number of slots that the group can get, at most `count`.
         """
         allocator = self._allocator
-        if held_nbytes := allocator.held_nbytes:
-            most = int(HELD_SHARE * allocator.slots.usable_nbytes - held_nbytes) // size
-            count = min(count, max(most, allocator.slots.free(size)))
         enough = min(allocator.slots.free(size), len(allocator.free_rows)) >= count
         if not enough or self._within_quota(count, size, group) < count:
             with self._shielded(protected):
