@@ -39,7 +39,6 @@ class Allocator:
         slots, free_rows: The free slots and the free rows.
         used_nbytes: For each quota group, the bytes in the slots of its rows. Free rows have no slot.
         lent_nbytes: For each quota group, the bytes in the slots of its lent rows.
-        quarantined_nbytes: Bytes in the slots of all quarantined rows.
         chunks: Number of ready rows, which are the rows with a readable chunk.
     """
 
@@ -51,7 +50,6 @@ class Allocator:
         self.free_rows = FreeRows(busy, rows=table.rows, limit=table.rows_populated)
         self.used_nbytes, self.lent_nbytes = found.used_nbytes, np.zeros(MAX_NAMESPACES, np.int64)
         self.chunks = len(found.ready)
-        self.quarantined_nbytes = int(self.slot_sizes(found.quarantined).sum())
         self._quarantine = self._resume_quarantine(found.quarantined, now_s)
 
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
@@ -106,7 +104,6 @@ class Allocator:
             return
         columns, until_s = self._table.columns, now_s + QUARANTINE_S
         self._add(self.lent_nbytes, rows, -1)
-        self.quarantined_nbytes += int(self.slot_sizes(rows).sum())
         columns.inserted[rows] = self._table.ticks(until_s)
         columns.state[rows] = RowState.QUARANTINED
         self._quarantine.append((until_s, rows))
@@ -114,9 +111,7 @@ class Allocator:
     def release(self, *, now_s: float) -> None:
         """Move the rows whose quarantine has ended from QUARANTINED to FREE."""
         while self._quarantine and now_s >= self._quarantine[0][0]:
-            rows = self._quarantine.popleft()[1]
-            self.quarantined_nbytes -= int(self.slot_sizes(rows).sum())
-            self._free(rows)
+            self._free(self._quarantine.popleft()[1])
 
     def remove(self, rows: Rows) -> None:
         """Move pinned rows from READY to PENDING_DELETE, other rows to FREE. Lookups no longer find the chunks."""
@@ -174,11 +169,6 @@ class Allocator:
         if quota := int(self._table.namespaces["capacity"][group]):
             nbytes = min(nbytes, (quota - int(self.used_nbytes[group])) // AHEAD_SHARE)
         return max(0, min(nbytes // size, self.slots.free_populated(size), len(self.free_rows) // AHEAD_SHARE))
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes in slots that writers have, or may still write to: lent and quarantined slots."""
-        return int(self.lent_nbytes.sum()) + self.quarantined_nbytes
 
     @property
     def rows_in_use(self) -> int:

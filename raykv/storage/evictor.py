@@ -34,9 +34,6 @@ SAMPLE_SHARE: Final = 128
 FOREIGN_EXTENTS: Final = 64
 """An extent (a part of the arena) has slots of one size. An empty extent can get another slot size. To find an extent
 that can be emptied, at most this many extents are checked, the coldest first."""
-HELD_SHARE: Final = 0.75
-"""Nothing is evicted for a writer if lent and quarantined slots would then take more than this share of the arena. So
-writers that take slots and vanish cannot empty the arena."""
 MAX_PINS: Final = (1 << 16) - 1
 
 
@@ -101,12 +98,6 @@ class Evictor:
         """Prepare a group number for its next quota group: remove the old group's policy, and set the counts to 0."""
         self.policies.use(group, None, NO_ROWS, 1)
         self.departures[group] = self.reads_of_departed[group] = 0
-
-    def most_slots(self, size: int) -> int:
-        """Return how many slots of `size` bytes a writer may get: free slots, or more by eviction; see HELD_SHARE."""
-        slots, held_nbytes = self._allocator.slots, self._allocator.held_nbytes
-        room_nbytes = int(HELD_SHARE * slots.usable_nbytes) - held_nbytes if held_nbytes else slots.usable_nbytes
-        return max(room_nbytes // size, slots.free(size))
 
     # -- eviction for a waiting writer -------------------------------------------------------------------------------
 

@@ -186,9 +186,8 @@ class Store:
         require_size(nbytes, self.config.extent_nbytes)
         now, size = self.table.ticks(now_s), slot_nbytes(nbytes)
         self.allocator.release(now_s=now_s)
-        allowed = min(count, self.evictor.most_slots(size))
-        lent, missing = [(NO_ROWS, np.empty(0, np.uint32))], allowed
-        if allowed > 0:
+        lent, missing = [(NO_ROWS, np.empty(0, np.uint32))], count
+        if count > 0:
             protected = np.concatenate([NO_ROWS, *map(self.table.find, protect)])
             for _ in range(2):  # a second try if fewer than `room` were lent: an extent got no real memory
                 room = self.evictor.make_room(missing, size, group, protected, now)
@@ -196,8 +195,7 @@ class Store:
                 missing -= len(lent[-1][0])
                 if not missing or len(lent[-1][0]) == room:
                     break
-        missing += count - allowed
-        self.counters.refused_full += max(0, missing)
+            self.counters.refused_full += missing
         if ahead > 0 and missing <= 0:
             lent.append(self.allocator.lend(min(ahead, self.allocator.most_ahead(size, group)), size, group))
         rows, pages = (np.concatenate(parts) for parts in zip(*lent, strict=True))

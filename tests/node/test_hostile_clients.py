@@ -103,18 +103,6 @@ def test_one_connection_pins_at_most_its_share_and_the_rest_stays_evictable(node
     assert node.store.lent_nbytes == 0
 
 
-def test_writers_that_vanish_again_and_again_do_not_empty_the_arena(node):
-    store(node, names(900))
-    for _ in range(50):
-        with closing(Peer(node).open()) as hog:
-            hog.lend(200, PAGE)
-    arena = node.store.arena.nbytes
-    assert node.store.allocator.held_nbytes <= 0.75 * arena
-    assert node.store.chunks >= 0.2 * arena // PAGE
-    with closing(Peer(node).open()) as hog:
-        assert rows(hog.lend(200, PAGE).rows) == 0
-
-
 def test_a_connection_that_holds_leases_and_says_nothing_is_closed(monkeypatch):
     monkeypatch.setattr(sessions, "LEASE_IDLE_S", 0.3)
     with running_node(io_timeout_s=0.1) as node, raykv.connect(SPACE, address=node.config.local_address) as client:
