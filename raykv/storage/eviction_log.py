@@ -51,7 +51,7 @@ class EvictionLog:
     @property
     def since_s(self) -> float | None:
         """Time of the oldest departure in the log; None if no departure has been replaced yet."""
-        if self._next <= self._entries:
+        if self._next <= self._entries + 1:
             return None
         return float(self._when_s[self._next % self._entries])
 
@@ -69,6 +69,7 @@ class EvictionLog:
             skipped = len(keys) - self._entries
             reasons = reasons if np.ndim(reasons) == 0 else np.asarray(reasons)[skipped:]
             keys, policies = keys[skipped:], policies if isinstance(policies, str) else policies[skipped:]
+            self._next += skipped
         if not (count := len(keys)):
             return
         numbers = np.arange(self._next, self._next + count)
