@@ -8,8 +8,9 @@ calls it.
 import logging
 import threading
 import time
-from typing import Protocol
+from typing import Final, Protocol
 
+from raykv.membership.heat_map import HeatMap
 from raykv.membership.namespace_registry import NamespaceRegistry
 from raykv.protocol import codec
 from raykv.protocol.messages import Configure, Heartbeat, HeartbeatAnswer
@@ -18,6 +19,10 @@ from raykv.protocol.placement import Member, View
 from raykv.types import NodeId
 
 log = logging.getLogger(__name__)
+
+HOT_NBYTES_PER_S: Final = 16e6
+"""A prefix gets replicas only if at least this many bytes of it are read per second. One core can send 100 times as
+many."""
 
 
 class MembershipPort(Protocol):
@@ -48,15 +53,20 @@ class Membership:
         view: The list of members. Each change increases the view's epoch. After a restart, the directory continues from
             the epoch of the view that it adopts.
         registry: The list of namespaces that were configured or dropped.
+        heat: The load of the members, and the replicas that it needs.
     """
 
-    def __init__(self, *, member_timeout_s: float) -> None:
-        """Start without members. A member that sends no heartbeat for `member_timeout_s` is removed from the view."""
+    def __init__(self, *, member_timeout_s: float, hot_nbytes_per_s: float = HOT_NBYTES_PER_S) -> None:
+        """Start without members. A member that sends no heartbeat for `member_timeout_s` is removed from the view.
+
+        `hot_nbytes_per_s`: see `HeatMap`.
+        """
         self._timeout_s = member_timeout_s
         self._seen_s: dict[NodeId, float] = {}
         self._merged: set[NodeId] = set()  # nodes whose lists of namespaces are merged into `registry`
         self.view = View()
         self.registry = NamespaceRegistry()
+        self.heat = HeatMap(hot_nbytes_per_s=hot_nbytes_per_s)
 
     def beat(self, heartbeat: Heartbeat, *, now_s: float) -> HeartbeatAnswer:
         """Handle a heartbeat. A new member, a member with a new address, or a restarted member causes a new view.
@@ -71,6 +81,8 @@ class Membership:
         answer = self._update_view(heartbeat, now_s)
         answer.registry = ours.encode() if ours.version > version else None
         answer.want_registry = version > 0 and (node_id not in self._merged or version > ours.version)
+        if heartbeat.heat is not None and not answer.want_view:
+            answer.heat = self.heat.beat(node_id, heartbeat.heat, self.view, now_s=now_s)
         return answer
 
     def _update_view(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatAnswer:
@@ -82,6 +94,8 @@ class Membership:
             return HeartbeatAnswer(want_view=True)
         self._seen_s[member.node_id] = now_s
         if self.view.member(member.node_id) != member:
+            if self.view.member(member.node_id) is None and self.view.members:
+                self.heat.join(member.node_id, now_s=now_s)
             self._publish([*(known for known in self.view.members if known.node_id != member.node_id), member])
         return HeartbeatAnswer(self.view if self.view.epoch > heartbeat.epoch else None)
 
@@ -124,8 +138,8 @@ class InProcessMembership:
         logic: The members and the list of namespaces.
     """
 
-    def __init__(self, *, member_timeout_s: float) -> None:
-        self.logic = Membership(member_timeout_s=member_timeout_s)
+    def __init__(self, *, member_timeout_s: float, hot_nbytes_per_s: float = HOT_NBYTES_PER_S) -> None:
+        self.logic = Membership(member_timeout_s=member_timeout_s, hot_nbytes_per_s=hot_nbytes_per_s)
         self._lock = threading.Lock()
 
     def beat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:

@@ -1,0 +1,182 @@
+"""The directory sizes replicas by load, places them by rank, and lets them go when the load falls."""
+
+import math
+import random
+
+import pytest
+
+from raykv.membership.heat_map import EPSILON, FAN_OUT, REPORT_S, WARM_S, HeatMap
+from raykv.protocol.heat import HeatOrders, HeatReport, HotPrefix
+from raykv.protocol.placement import Member, View
+
+HEAD = b"h" * 16
+
+
+def view_of(names, epoch: int = 1) -> View:
+    return View(epoch, tuple(Member(name, name, {}, 1.0, 1) for name in names))
+
+
+class Cluster:
+    """Nodes that follow the orders at once. `loads`: bytes a second of each prefix, spread evenly over its copies."""
+
+    def __init__(self, count: int, *, hot: float = 100.0) -> None:
+        self.names = [f"n{number}" for number in range(count)]
+        self.heat = HeatMap(hot_nbytes_per_s=hot)
+        self.copies: dict[bytes, dict[str, bool]] = {}  # head -> node -> whether its copy is a replica
+        self.loads: dict[bytes, float] = {}
+        self.base = 0.0
+        self.now_s = 0.0
+        self.ordered = 0
+        self.unlisted: dict[tuple[bytes, str], int] = {}
+
+    def round(self) -> None:
+        """One heartbeat of every node."""
+        self.now_s += 1.0
+        view = view_of(self.names)
+        before = {head: dict(copies) for head, copies in self.copies.items()}
+        for name in self.names:
+            orders = self.heat.beat(name, self.report(name, before), view, now_s=self.now_s)
+            self.follow(name, orders)
+
+    def report(self, name: str, copies) -> HeatReport:
+        mine = [
+            HotPrefix(head, self.loads[head] / len(held), 1, held[name])
+            for head, held in copies.items()
+            if name in held
+        ]
+        return HeatReport(self.base + sum(each.load for each in mine), tuple(mine))
+
+    def follow(self, name: str, orders: HeatOrders) -> None:
+        for order in orders.copies:
+            assert name in self.copies[order.head], "only nodes with a copy are asked"
+            assert len(order.targets) <= FAN_OUT
+            self.ordered += len(order.targets)
+            for target in order.targets:
+                self.copies[order.head].setdefault(target, True)
+                self.unlisted[order.head, target] = 0
+        for head, held in self.copies.items():
+            self.unlisted[head, name] = 0 if head in orders.keep else self.unlisted.get((head, name), 0) + 1
+            if head in orders.adopt:
+                held[name] = False
+            elif held.get(name) and self.unlisted[head, name] > 2:
+                del held[name]
+
+
+@pytest.mark.parametrize(("nodes", "share"), [(4, 0.3), (16, 0.11), (64, 0.02), (256, 0.11)])
+def test_the_number_of_copies_follows_the_share_of_the_load(nodes: int, share: float):
+    cluster = Cluster(nodes)
+    cluster.copies[HEAD] = {"n1": False}
+    cluster.loads[HEAD] = 1e6
+    cluster.base = 1e6 * (1 - share) / share / nodes
+    rounds = 0
+    wanted = min(nodes, math.ceil(share * nodes / EPSILON))
+    while len(cluster.copies[HEAD]) < wanted:
+        cluster.round()
+        rounds += 1
+        assert rounds < 12, "the number of copies grows exponentially"
+    for _ in range(3):
+        cluster.round()
+    count = len(cluster.copies[HEAD])
+    assert wanted <= count <= 1.03 * wanted, "while the copies are made, reports of different times add up to more"
+    assert count == cluster.heat.copies[HEAD]
+    assert not cluster.copies[HEAD]["n1"]
+    ranked = view_of(cluster.names).ring.ranked(int.from_bytes(HEAD[:8], "little"))
+    assert set(cluster.copies[HEAD]) == {"n1", *[name for name in ranked if name != "n1"][: count - 1]}
+
+
+def test_copies_go_when_the_load_falls_and_stay_while_it_varies_a_little(rng: random.Random):
+    cluster = Cluster(16)
+    cluster.copies[HEAD], cluster.loads[HEAD], cluster.base = {"n1": False}, 1e6, 5e5
+    for _ in range(6):
+        cluster.round()
+    held, ordered = set(cluster.copies[HEAD]), cluster.ordered
+    assert len(held) == math.ceil(1e6 / 9e6 * 16 / EPSILON)
+    for _ in range(20):
+        cluster.loads[HEAD] = 1e6 * rng.uniform(0.8, 1.0)
+        cluster.round()
+    assert (set(cluster.copies[HEAD]), cluster.ordered) == (held, ordered)
+    cluster.loads[HEAD] = 3e5
+    for _ in range(5):
+        cluster.round()
+    assert len(cluster.copies[HEAD]) == math.ceil(3e5 / 8.3e6 * 16 / EPSILON)
+    cluster.loads[HEAD] = 20.0
+    for _ in range(5):
+        cluster.round()
+    assert cluster.copies[HEAD] == {"n1": False}
+    assert cluster.heat.copies == {}
+
+
+def test_an_idle_cluster_makes_no_replicas():
+    cluster = Cluster(8, hot=1000.0)
+    cluster.copies[HEAD], cluster.loads[HEAD] = {"n1": False}, 999.0
+    for _ in range(4):
+        cluster.round()
+    assert cluster.copies[HEAD] == {"n1": False}
+
+
+def test_a_replica_is_adopted_when_the_ordinary_copy_has_gone():
+    cluster = Cluster(6)
+    cluster.copies[HEAD], cluster.loads[HEAD], cluster.base = {"n1": False}, 1e6, 1e5
+    for _ in range(5):
+        cluster.round()
+    assert len(cluster.copies[HEAD]) > 2
+    del cluster.copies[HEAD]["n1"]
+    cluster.names.remove("n1")
+    for _ in range(5):
+        cluster.round()
+    assert sorted(cluster.copies[HEAD].values())[:2] == [False, True], "one ordinary copy, and replicas"
+    cluster.loads[HEAD] = 0.0
+    for _ in range(5):
+        cluster.round()
+    assert list(cluster.copies[HEAD].values()) == [False]
+
+
+def test_a_new_node_gets_the_hottest_prefixes_for_a_while():
+    cluster = Cluster(40)
+    for number in range(50):
+        head = bytes([number]) * 16
+        cluster.copies[head], cluster.loads[head] = {f"n{number % 40}": False}, 200.0 + number
+    cluster.base = 1e5
+    for _ in range(3):
+        cluster.round()
+    assert all(len(held) == 1 for held in cluster.copies.values())
+    cluster.names.append("new")
+    cluster.heat.join("new", now_s=cluster.now_s)
+    for _ in range(4):
+        cluster.round()
+    here = sorted(head[0] for head, held in cluster.copies.items() if "new" in held)
+    assert here == list(range(18, 50)), "the 32 hottest"
+    cluster.now_s += WARM_S
+    for _ in range(4):
+        cluster.round()
+    assert not any("new" in held for held in cluster.copies.values())
+
+
+def test_a_replica_that_has_only_a_part_is_copied_again():
+    heat, view = HeatMap(hot_nbytes_per_s=1.0), view_of("ab")
+    full, part = HotPrefix(HEAD, 1e6, 8), HotPrefix(HEAD, 1e6, 5, replica=True)
+    heat.beat("b", HeatReport(1e6, (part,)), view, now_s=0.0)
+    orders = heat.beat("a", HeatReport(1e6, (full,)), view, now_s=1.0)
+    assert [(order.head, order.targets) for order in orders.copies] == [(HEAD, ("b",))]
+    assert heat.beat("b", HeatReport(1e6, (part,)), view, now_s=1.1).keep == (HEAD,)
+
+
+def test_reports_of_nodes_that_have_left_or_are_silent_do_not_count():
+    heat, hot = HeatMap(hot_nbytes_per_s=1.0), HotPrefix(HEAD, 1e6, 1)
+    heat.beat("a", HeatReport(1e6, (hot,)), view_of("abc"), now_s=0.0)
+    heat.beat("b", HeatReport(0.0), view_of("abc"), now_s=1.0)
+    assert heat.copies == {HEAD: 3}
+    heat.beat("b", HeatReport(0.0), view_of("bc"), now_s=2.0)
+    assert (heat.copies, len(heat)) == ({}, 1)
+    heat.beat("c", HeatReport(1e6, (hot,)), view_of("bc"), now_s=3.0)
+    assert heat.copies == {HEAD: 2}
+    heat.beat("b", HeatReport(0.0), view_of("bc"), now_s=3.0 + REPORT_S)
+    assert heat.copies == {}
+    assert heat.beat("c", HeatReport(0.0), view_of("bc"), now_s=3.1 + REPORT_S) == HeatOrders()
+
+
+def test_nodes_that_drain_get_no_copies():
+    heat, hot = HeatMap(hot_nbytes_per_s=1.0), HotPrefix(HEAD, 1e6, 1)
+    members = [Member(name, name, {}, 0.0 if name == "c" else 1.0, 1) for name in "abcd"]
+    orders = heat.beat("a", HeatReport(1e6, (hot,)), View(1, tuple(members)), now_s=0.0)
+    assert {target for order in orders.copies for target in order.targets} == {"b", "d"}
