@@ -122,8 +122,13 @@ class Fetcher:
 
     def _read_run(self, run: ReadRun, deadline_s: float) -> None:
         """Read the chunks of a run from one node. If `run.locate`, also ask this node who holds the missing chunks."""
-        member = self._router.member(run.holder, deadline_s)
-        self._router.paths.choose(member, deadline_s=deadline_s).read(member, run, deadline_s=deadline_s)
+        router, nbytes, began_s = self._router, run.progress.nbytes(run.places), time.monotonic()
+        member = router.member(run.holder, deadline_s)
+        router.loads.begin(run.holder, nbytes)
+        try:
+            router.paths.choose(member, deadline_s=deadline_s).read(member, run, deadline_s=deadline_s)
+        finally:
+            router.loads.end(run.holder, nbytes, time.monotonic() - began_s)
         if not run.locate:
             return
         run.named = {place: self._router.nearest_first(names) for place, names in run.named.items()}

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from random import Random
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from raykv.client.arguments import deadline_after
 from raykv.client.local_connection import LocalConnection
 from raykv.client.parallel import Parallel
+from raykv.client.peer_loads import PeerLoads
 from raykv.client.read_failures import ReadFailures
 from raykv.client.writer import Writer
 from raykv.config import ClientConfig
@@ -55,6 +57,7 @@ class Router:
         pool: Connections to the other nodes.
         paths: The data paths for reading chunks.
         read_failures: Recent failures of reads.
+        loads: The load of the other nodes.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -73,6 +76,7 @@ class Router:
         self.config, self._address = config, address
         self.copy_threads = CopyThreads(config.copy_threads or default_copy_threads())
         self.parallel, self.read_failures = Parallel(), ReadFailures()
+        self.loads = PeerLoads(Random())
         self._metrics: dict[bytes, ClientMetrics] = {}
         self._view = View()
         self._failures, self._retry_at_s = 0, 0.0
@@ -155,6 +159,7 @@ class Router:
             self._view = view
             self.pool.retain({self._address, *(address for m in view.members for address in m.endpoints.values())})
             self.paths.retain(view.members)
+            self.loads.retain(frozenset(member.node_id for member in view.members))
         return self._view
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -280,11 +285,11 @@ class Router:
         return Locations(holders, nbytes, unpack_bits(answer.below_memory, count), np.ones(count, np.bool_))
 
     def nearest_first(self, holders: Sequence[NodeId]) -> Holders:
-        """Sort the holders of a chunk: nodes on this host first."""
+        """Sort the holders of a chunk: nodes on this host first, the others by `PeerLoads.order`."""
         if len(holders) < 2:
             return tuple(holders)
         near = self.near_ids()
-        return tuple(sorted(holders, key=lambda name: name not in near))
+        return tuple(sorted(self.loads.order(holders), key=lambda name: name not in near))
 
     def near_ids(self) -> frozenset[NodeId]:
         """Return the names of the nodes on this host, according to the last view."""

@@ -123,8 +123,9 @@ class Drain:
             pass
         stopping.wait(SETTLE_BEATS * self._config.heartbeat_s)
         while (rows := self._unseen(seen)).size:
+            keys = self._store.table.keys_of(rows)
             for first in range(0, len(rows), WINDOW_ROWS):
-                window = self._pin(rows[first : first + WINDOW_ROWS])
+                window = pin_window(self._store, self._lock, keys[first : first + WINDOW_ROWS])
                 try:
                     self._move(window, nbytes_per_s, stopping)
                 finally:
@@ -132,7 +133,7 @@ class Drain:
                         self._store.unpin(window.pinned.rows)
                 if stopping.is_set():
                     return
-            seen.update(_raw(self._store.table.keys_of(rows)))
+            seen.update(_raw(keys))
         progress.below_memory = len(self._mover.keys()) if self._mover else 0
         progress.state = "done"
 
@@ -148,30 +149,6 @@ class Drain:
     def _takes_keys(self) -> bool:
         member = self._view().member(self._node_id)
         return member is not None and member.weight > 0
-
-    def _pin(self, rows: Rows) -> Window:
-        store, table, columns = self._store, self._store.table, self._store.table.columns
-        with self._lock:
-            now_s = time.monotonic()
-            pinned = store.pin(table.keys_of(rows), now_s=now_s, touch=False)
-            rows = pinned.rows[pinned.rows >= 0]  # without chunks that have gone meanwhile
-            parents = live_parents(columns, rows)
-            expires = columns.expires[rows].tolist()
-            priorities = store.row_hints.priorities(rows)
-            hints = [
-                Hints(max(0.001, table.seconds(tick) - now_s) if tick else 0.0, priority)
-                for tick, priority in zip(expires, priorities, strict=True)
-            ]
-            here = pinned.rows >= 0
-            return Window(
-                table.keys_of(rows),
-                Pinned(rows, pinned.offsets[here], pinned.nbytes[here], pinned.checksums[here]),
-                columns.group[rows].copy(),
-                parents,
-                table.keys_of(np.maximum(parents, 0)),
-                columns.depth[rows].copy(),
-                hints,
-            )
 
     def _move(self, window: Window, nbytes_per_s: float, stopping: threading.Event) -> None:
         elsewhere = self._held_elsewhere(window.keys)
@@ -268,6 +245,35 @@ class Drain:
             other = [bool(set(holders) - {self._node_id}) for holders in located.choices]
             found[places] = [0 <= number < len(other) and other[number] for number in numbers]
         return found
+
+
+def pin_window(store: Store, lock: threading.Lock, keys: KeyArray) -> Window:
+    """Pin chunks, and look up what a Write needs to know of them. Chunks that are not in memory are left out.
+
+    The caller must unpin the rows.
+    """
+    table, columns = store.table, store.table.columns
+    with lock:
+        now_s = time.monotonic()
+        pinned = store.pin(keys, now_s=now_s, touch=False)
+        rows = pinned.rows[pinned.rows >= 0]
+        parents = live_parents(columns, rows)
+        expires = columns.expires[rows].tolist()
+        priorities = store.row_hints.priorities(rows)
+        hints = [
+            Hints(max(0.001, table.seconds(tick) - now_s) if tick else 0.0, priority)
+            for tick, priority in zip(expires, priorities, strict=True)
+        ]
+        here = pinned.rows >= 0
+        return Window(
+            table.keys_of(rows),
+            Pinned(rows, pinned.offsets[here], pinned.nbytes[here], pinned.checksums[here]),
+            columns.group[rows].copy(),
+            parents,
+            table.keys_of(np.maximum(parents, 0)),
+            columns.depth[rows].copy(),
+            hints,
+        )
 
 
 def batch_of(window: Window, places: Sequence[int]) -> Batch:

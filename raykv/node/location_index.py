@@ -6,6 +6,7 @@ A wrong entry makes one reader miss the chunk. After that, the entry is correcte
 import threading
 from collections.abc import Callable, Sequence
 from itertools import islice, repeat
+from random import Random
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -115,13 +116,20 @@ class LocationIndex:
             self._locations = left
 
 
-def located(locations: Sequence[Location]) -> Located:
-    """Encode locations, one for each key, as the answer to a `Locate` request."""
+def located(locations: Sequence[Location], rng: Random) -> Located:
+    """Encode locations, one for each key, as the answer to a `Locate` request.
+
+    If a chunk has more than MAX_HOLDERS holders, a random choice of them is named, so that readers spread over all of
+    them. Keys with the same holders get the same choice: a reader can then read a whole prefix from one node.
+    """
     distinct = {id(location): location for location in locations}
     numbers: dict[tuple[NodeId, ...], int] = {}
+    choices: dict[tuple[NodeId, ...], tuple[NodeId, ...]] = {}
     entries: dict[int, tuple[int, int, bool]] = {}
     for identity, (holders, below, nbytes) in distinct.items():
-        shown = holders[-MAX_HOLDERS:]
+        shown = holders
+        if len(holders) > MAX_HOLDERS:
+            shown = choices.get(holders) or choices.setdefault(holders, tuple(rng.sample(holders, MAX_HOLDERS)))
         number = numbers.setdefault(shown, len(numbers)) if shown else -1
         entries[identity] = (number, nbytes, bool(holders) and len(below) == len(holders))
     columns = np.array([entries[id(location)] for location in locations], np.int64).reshape(-1, 3)

@@ -3,10 +3,10 @@
 The location index maps a key to its holders: the nodes that have the chunk. A hash ring assigns each key to one node,
 its owner, which keeps the key's entry. The view is the list of member nodes; the ring is computed from the view.
 
-Each connection has a thread, which runs the request handlers. Three background threads run the announcer, the heartbeat
-and the reclaimer. Each tier has its own threads. One lock protects all changes of the store. No thread copies chunk
-bytes while it holds the lock. If a bug ends a background thread, `failure` is set, and the node's process exits with an
-error.
+Each connection has a thread, which runs the request handlers. Four background threads run the announcer, the heartbeat,
+the reclaimer and the copies of hot prefixes. Each tier has its own threads. One lock protects all changes of the store.
+No thread copies chunk bytes while it holds the lock. If a bug ends a background thread, `failure` is set, and the
+node's process exits with an error.
 """
 
 import logging
@@ -35,6 +35,7 @@ from raykv.node.handlers.write import WriteHandler
 from raykv.node.location_index import LocationIndex
 from raykv.node.namespace_reconciler import NamespaceReconciler, registry_paths
 from raykv.node.reclaimer import Reclaimer
+from raykv.node.replicas import Replicas
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.placement import Member, View
@@ -62,6 +63,7 @@ class Node:
         lock: Guards the store.
         location_index: The holders of the keys that this node owns.
         drain: Moves the chunks to other nodes when a `Drain` request asks for it.
+        replicas: The hot prefixes and the replicas of this node.
         handlers: Maps the type of a request to the function that serves it.
         reconciler: Applies the cluster's list of namespaces to this node.
         member: The node's entry in the view. `start` sets it.
@@ -93,13 +95,16 @@ class Node:
         announcer = self._announcer = Announcer(config, store, self.lock, mover, index, self._pool, changed)
         self._reclaimer = Reclaimer(config, store, self.lock, mover, announcer, due)
         self.drain = Drain(config, store, self.lock, mover, self._pool, lambda: self.view)
+        self.replicas = Replicas(config, store, self.lock, self._pool, lambda: self.view)
         self.handlers: HandlerTable = {
             messages.Attach: self._attach,
             messages.Drain: self._start_drain,
             messages.GetView: lambda request, session: Reply(messages.ViewIs(self.view)),
             messages.GetStats: lambda request, session: Reply(messages.Stats(msgspec.json.encode(self.stats()))),
-            **ReadHandler(store, self.lock, mover, index, announcer).table,
-            **WriteHandler(store, self.lock, mover, announcer, self._reclaimer, self.drain.started).table,
+            **ReadHandler(config.node_id, store, self.lock, mover, index, announcer, self.replicas.meter).table,
+            **WriteHandler(
+                store, self.lock, mover, announcer, self._reclaimer, self.replicas, self.drain.started
+            ).table,
             **LocateHandler(config.node_id, store, self.lock, mover, index).table,
             **AdminHandler(store, self.lock, self.reconciler, membership).table,
         }
@@ -141,6 +146,7 @@ class Node:
             "heartbeat": self._beat_until_stopped,
             "announcer": partial(self._announcer.run, self._stopping),
             "reclaimer": partial(self._reclaimer.run, self._stopping),
+            "replicas": partial(self.replicas.run, self._stopping),
         }.items():
             thread = threading.Thread(target=self._run_task, args=(task,), name=f"raykv-{name}", daemon=True)
             thread.start()
@@ -202,7 +208,8 @@ class Node:
     def _beat(self) -> None:
         """Send a heartbeat to the directory. Apply the view and the list of namespaces in the answer, if any."""
         view, registry = self.view, self.reconciler.registry
-        heartbeat = messages.Heartbeat(self.member, view.epoch, version=registry.version)
+        heat = self.replicas.report(now_s=time.monotonic())
+        heartbeat = messages.Heartbeat(self.member, view.epoch, version=registry.version, heat=heat)
         try:
             answer = self._membership.beat(heartbeat)
             if answer.want_view or answer.want_registry:
@@ -214,6 +221,8 @@ class Node:
             return
         if answer.view is not None and answer.view.epoch > view.epoch:
             self._announcer.adopt(answer.view)
+        if answer.heat is not None:
+            self.replicas.follow(answer.heat, now_s=time.monotonic())
         if answer.registry is not None:
             try:
                 self.reconciler.adopt(answer.registry)
@@ -224,6 +233,7 @@ class Node:
     def _wake_all(self) -> None:
         for event in self._events:
             event.set()
+        self.replicas.wake()
 
     # -- state of the node --------------------------------------------------------------------------------------------
 
@@ -245,6 +255,7 @@ class Node:
     def stats(self) -> dict[str, Any]:
         """Return the node's state and counters, as values that JSON can encode."""
         tiers, namespaces, announcer = self.mover.stats(), self.reconciler.list(), self._announcer
+        heat = self.replicas.stats()
         with self.lock:
             store = self.store
             return {
@@ -271,6 +282,7 @@ class Node:
                 **tiers,
                 "namespaces": namespaces,
                 "drain": self.drain.stats(),
+                "heat": heat,
             }
 
     # -- methods for the socket servers -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from typing import Final
 
 import msgspec
 
+from raykv.protocol.heat import HeatOrders
 from raykv.protocol.placement import View
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
@@ -166,12 +167,14 @@ class HeartbeatAnswer(Message):
 
     `want_view`: the directory wants the node's view, which is newer. `want_registry`: the directory wants the node's
     list of namespaces, which may have more entries. The node at once sends the wanted parts in another heartbeat.
+    `heat`: what the node must do with replicas; None if the heartbeat had no report.
     """
 
     view: View | None = None
     want_view: bool = False
     registry: bytes | None = None
     want_registry: bool = False
+    heat: HeatOrders | None = None
 
 
 class Unavailable(Message):

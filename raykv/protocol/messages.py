@@ -32,6 +32,7 @@ from raykv.protocol.answers import Stats as Stats
 from raykv.protocol.answers import Trace as Trace
 from raykv.protocol.answers import Unavailable as Unavailable
 from raykv.protocol.answers import ViewIs as ViewIs
+from raykv.protocol.heat import HeatReport
 from raykv.protocol.placement import Member, View
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
@@ -113,7 +114,8 @@ class Write(Message):
     """Store chunks of equal size that a client on another host sends. See `raykv.types.Batch` for the fields.
 
     Answer: Accepted. Then the client sends the bytes of the accepted chunks, and the message Checksums. Second answer:
-    Count of the chunks that the node stored. `evict`: whether the node may evict other chunks to make room.
+    Count of the chunks that the node stored. `evict`: whether the node may evict other chunks to make room. `replica`:
+    if not empty, the chunks are replicas, and this is the key of the first chunk of their hot prefix.
     """
 
     keys: bytes
@@ -124,6 +126,7 @@ class Write(Message):
     ttl_s: float = 0.0
     priority: int = 0
     evict: bool = True
+    replica: bytes = b""
 
 
 class Checksums(Message):
@@ -271,6 +274,7 @@ class Heartbeat(Message):
 
     `member`: the node. `epoch`: version of the node's view (its list of members). `version`: version of the node's list
     of namespaces. `view`, `registry`: this view and this list (encoded), each only if the directory has asked for it.
+    `heat`: the load of the node's chunks.
     """
 
     member: Member
@@ -278,6 +282,7 @@ class Heartbeat(Message):
     view: View | None = None
     version: int = 0
     registry: bytes | None = None
+    heat: HeatReport | None = None
 
 
 class Leave(Message):

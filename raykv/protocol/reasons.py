@@ -11,7 +11,10 @@ class _Word(IntEnum):
 
 
 class Reason(_Word):
-    """Why a chunk left memory or a lower tier. NONE: no departure is known. DROPPED: the quota group was dropped."""
+    """Why a chunk left memory or a lower tier.
+
+    NONE: no departure is known. DROPPED: the quota group was dropped. RETIRED: a replica that was not needed any more.
+    """
 
     NONE = 0
     EVICTED = 1
@@ -20,6 +23,7 @@ class Reason(_Word):
     DROPPED = 4
     CORRUPT = 5
     DEMOTED = 6
+    RETIRED = 7
 
 
 class Place(_Word):

@@ -46,6 +46,7 @@ class Counters:
     dropped: int = 0
     refused_full: int = 0
     corrupt: int = 0
+    retired: int = 0
 
 
 class Evictor:

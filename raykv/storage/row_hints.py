@@ -1,4 +1,4 @@
-"""Hints for rows: eviction priority, ended session, expiry, retention.
+"""Hints for rows: eviction priority, ended session, expiry, retention, replica.
 
 The table holds the expiry. The other hints are lost with the process: after a restart all rows have equal priority.
 """
@@ -17,7 +17,9 @@ from raykv.types import Bits, Hints, KeyArray, Rows
 
 ENDED: Final = -HIGHEST_PRIORITY - 1
 """Rank of a chunk whose session has ended."""
-EXPIRED: Final = -HIGHEST_PRIORITY - 2
+REPLICA: Final = -HIGHEST_PRIORITY - 2
+"""Rank of a replica, which another node holds too (`raykv.node.replicas`)."""
+EXPIRED: Final = -HIGHEST_PRIORITY - 3
 """Rank of a chunk that has expired."""
 NO_CONFIG: Final = NamespaceConfig()
 
@@ -34,6 +36,7 @@ class RowHints:
         self._ended = lazy_zeros(table.rows, np.uint32)  # tick at which the session ended; 0: not ended
         self._retained = lazy_zeros(table.rows, np.int8)  # minimum of the priority until `_retained_until`
         self._retained_until = lazy_zeros(table.rows, np.uint32)  # tick; 0: not retained
+        self._replica = lazy_zeros(table.rows, np.int8)
         self._configs: dict[int, NamespaceConfig] = {}
 
     def configure(self, group: int, config: NamespaceConfig) -> None:
@@ -50,6 +53,17 @@ class RowHints:
         self._priority[rows] = hints.priority or default_priority(config)
         self._ended[rows] = 0
         self._retained_until[rows] = 0
+        self._replica[rows] = 0
+
+    def set_replica(self, rows: Rows, *, replica: bool) -> None:
+        """Mark chunks as replicas, or as ordinary chunks again. Replicas are evicted first, and not demoted."""
+        self.active = True
+        self._replica[rows] = replica
+
+    def replicas(self, rows: Rows) -> Bits:
+        """Return which of these rows are replicas."""
+        found: Bits = self._replica[rows] != 0
+        return found
 
     def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
         """Change hints of rows. A hint of None stays as it is. A `ttl_s` of 0 means no expiry.
@@ -107,19 +121,20 @@ class RowHints:
         ranks[retained] = np.maximum(ranks[retained], self._retained[rows[retained]])
         ended = self._ended[rows]
         ranks[(ended > 0) & (columns.accessed[rows] <= ended)] = ENDED
+        ranks[self.replicas(rows)] = REPLICA
         expires = columns.expires[rows]
         ranks[(expires > 0) & (expires <= now)] = EXPIRED
         return ranks
 
     def below(self, rows: Rows, now: int) -> tuple[Bits, npt.NDArray[np.int64]]:
         """Return which rows may be copied to tiers below memory, and the priority of each row for `Admission.admit`."""
-        ranks, may = self.ranks(rows, now), np.ones(len(rows), np.bool_)
+        ranks, may = self.ranks(rows, now), ~self.replicas(rows)
         priorities = np.where(ranks == ENDED, 1, np.sign(ranks))
         groups = self._table.columns.group[rows]
         for group, config in self._configs.items():
             if config.tiers != "both":
                 mine = groups == group
-                may[mine] = config.tiers == "ssd"
+                may[mine] &= config.tiers == "ssd"
                 if config.tiers == "ssd":
                     priorities[mine & (ranks != EXPIRED)] = 1
         return may, priorities

@@ -21,7 +21,13 @@ class BulkWrite:
     """
 
     def __init__(
-        self, group: Namespace, batch: Batch, values: Sequence[Sequence[memoryview]], *, evict: bool = True
+        self,
+        group: Namespace,
+        batch: Batch,
+        values: Sequence[Sequence[memoryview]],
+        *,
+        evict: bool = True,
+        replica: bytes = b"",
     ) -> None:
         """Prepare to write a batch.
 
@@ -30,8 +36,10 @@ class BulkWrite:
             batch: The keys and their chain.
             values: For each chunk its buffers, which are joined in order.
             evict: Whether the node may evict other chunks to make room.
+            replica: Key of the first chunk of the hot prefix, if the chunks are replicas; otherwise empty.
         """
-        self._group, self._batch, self._values, self._evict = group, batch, values, evict
+        self._group, self._batch, self._values = group, batch, values
+        self._evict, self._replica = evict, replica
         self._checksums = bytearray()
         self.positions: list[int] = []
         self.full = 0
@@ -57,7 +65,7 @@ class BulkWrite:
         parent = b"" if batch.parent is None else chunk_keys.to_bytes(batch.parent)
         request = messages.Write(
             chunk_keys.to_bytes(batch.keys), batch.nbytes, batch.chained, parent, batch.depth, *batch.hints,
-            group=self._group.digest, evict=self._evict,
+            group=self._group.digest, evict=self._evict, replica=self._replica,
         )  # fmt: skip
         return expect(messages.Count, link.push(request, self._pick, self._closing, deadline_s=deadline_s)).count
 

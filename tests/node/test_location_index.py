@@ -1,6 +1,7 @@
 """The location index of an owner, compared with plain dicts."""
 
 import random
+from collections import Counter
 
 import numpy as np
 
@@ -49,22 +50,33 @@ def test_random_announcements(rng: random.Random, monkeypatch):
         assert [set(each.below) for each in found] == [{h for h, bit in held.items() if bit} for held in model.values()]
         assert [each.nbytes for each in found] == [lengths[n] if held else 0 for n, held in model.items()]
         assert len(index) == sum(map(bool, model.values()))
-        answer = located(found)
+        answer = located(found, rng)
         assert unpack_bits(answer.below_memory, 30).tolist() == [
             bool(held) and all(held.values()) for held in model.values()
         ]
 
 
-def test_the_answer_of_an_owner():
-    four = Location(("a", "b", "c", "d"), (), 7)
-    answer = located([four, UNKNOWN, Location(("a",), ("a",), 9), four, Location(("a",), (), 0)])
+def test_the_answer_of_an_owner(rng: random.Random):
+    three = Location(("b", "c", "d"), (), 7)
+    answer = located([three, UNKNOWN, Location(("a",), ("a",), 9), three, Location(("a",), (), 0)], rng)
     assert answer.choices == (("b", "c", "d"), ("a",))
-    assert len(answer.choices[0]) == MAX_HOLDERS
     assert np.frombuffer(answer.places, "<i4").tolist() == [0, -1, 1, 0, 1]
     assert np.frombuffer(answer.nbytes, "<u4").tolist() == [7, 0, 9, 7, 0]
     assert unpack_bits(answer.below_memory, 5).tolist() == [False, False, True, False, False]
-    assert located([]).choices == ()
-    assert located([UNKNOWN]).nbytes == located([UNKNOWN]).below_memory == b""
+    assert located([], rng).choices == ()
+    assert located([UNKNOWN], rng).nbytes == located([UNKNOWN], rng).below_memory == b""
+
+
+def test_many_holders_are_named_equally_often(rng: random.Random):
+    holders = tuple("abcdefgh")
+    named = Counter[str]()
+    for _ in range(2000):
+        answer = located([Location(holders, (), 7), Location(holders, (), 9)], rng)
+        assert len(answer.choices) == 1, "one prefix, one choice"
+        assert len(set(answer.choices[0])) == MAX_HOLDERS
+        named.update(answer.choices[0])
+    assert set(named) == set(holders)
+    assert all(0.8 < count / (2000 * MAX_HOLDERS / 8) < 1.2 for count in named.values()), named
 
 
 def test_equal_locations_share_one_object():

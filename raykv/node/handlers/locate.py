@@ -2,6 +2,7 @@
 
 import threading
 import time
+from random import Random
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class LocateHandler:
     ) -> None:
         self._node_id, self._store, self._lock, self._mover = node_id, store, lock, mover
         self._location_index = location_index
+        self._rng = Random()
         self.table: HandlerTable = {
             messages.Locate: self._locate,
             messages.Announce: self._announce,
@@ -42,7 +44,7 @@ class LocateHandler:
             for position, place, length in zip(unknown, places.tolist(), nbytes.tolist(), strict=True):
                 if place != Place.NOWHERE:
                     locations[position] = Location(here, here, length)
-        return Reply(located(locations))
+        return Reply(located(locations, self._rng))
 
     def _announce(self, request: messages.Announce, session: NodeSession) -> Reply:
         added, nbytes = codec.keys_in(request.added), codec.numbers_in(request.nbytes, "<u4")

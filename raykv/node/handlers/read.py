@@ -3,20 +3,22 @@
 import threading
 import time
 from collections import Counter
+from random import Random
 from typing import Final
 
 import numpy as np
 
 from raykv.errors import CapacityError
 from raykv.node.announcer import Announcer
-from raykv.node.location_index import LocationIndex, located
+from raykv.node.heat import HeatMeter
+from raykv.node.location_index import Location, LocationIndex, located
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import messages
 from raykv.protocol.codec import keys_in, numbers_in
 from raykv.storage.store import Pinned, Store
 from raykv.tier.mover import TierMover
 from raykv.transport.base import Reply
-from raykv.types import KeyArray, Rows
+from raykv.types import KeyArray, NodeId, Rows
 
 PROMOTE_TIMEOUT_S: Final = 4.0
 """One request waits at most this long for the promotion of chunks. Promotion copies a chunk from a tier below memory
@@ -24,16 +26,28 @@ into memory."""
 PROMOTED_KEYS: Final = 64
 """A request promotes at most this many chunks at a time, and pins them before it promotes the next ones. Otherwise the
 next promotion could evict the chunks before they are read."""
+SPREAD_HOLDERS: Final = 3
+"""If a chunk has at least this many holders, its owner does not answer every read with `locate` itself, but names other
+holders. With fewer holders, the further request would cost more than it saves."""
 
 
 class ReadHandler:
     """Serves reads. A read pins the chunks, sends their bytes from the arena, and unpins the chunks."""
 
     def __init__(
-        self, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex, announcer: Announcer
+        self,
+        node_id: NodeId,
+        store: Store,
+        lock: threading.Lock,
+        mover: TierMover,
+        location_index: LocationIndex,
+        announcer: Announcer,
+        meter: HeatMeter,
     ) -> None:
+        self._node_id = node_id
         self._store, self._lock, self._mover = store, lock, mover
-        self._location_index, self._announcer = location_index, announcer
+        self._location_index, self._announcer, self._meter = location_index, announcer, meter
+        self._rng = Random()
         self.table: HandlerTable = {
             messages.Read: self._read,
             messages.Pin: self._pin,
@@ -45,10 +59,12 @@ class ReadHandler:
     def _read(self, request: messages.Read, session: NodeSession) -> Reply:
         keys = keys_in(request.keys)
         pinned = self._pin_all(keys)
+        locations = self._location_index.locate(keys) if request.locate else []
+        self._leave_to_others(pinned, locations)
+        self._meter.count(self._store.table.columns, pinned.rows)
         answer = messages.Reading(pinned.nbytes.tobytes(), pinned.checksums.tobytes())
-        absent = pinned.rows < 0
-        if request.locate and absent.any():
-            elsewhere = located(self._location_index.locate(keys[absent]))
+        if request.locate and (absent := np.flatnonzero(pinned.rows < 0)).size:
+            elsewhere = located([locations[place] for place in absent.tolist()], self._rng)
             answer.choices, answer.places = elsewhere.choices, elsewhere.places
 
         def finish(complete: bool) -> None:
@@ -57,6 +73,23 @@ class ReadHandler:
         places = zip(pinned.offsets.tolist(), pinned.nbytes.tolist(), strict=True)
         outgoing = [self._store.arena.view[start : start + nbytes] for start, nbytes in places if nbytes]
         return Reply(answer, outgoing=outgoing, finish=finish)
+
+    def _leave_to_others(self, pinned: Pinned, locations: list[Location]) -> None:
+        """Leave chunks with SPREAD_HOLDERS or more holders to the other holders, so that each gets an equal share.
+
+        Changes `pinned` and `locations`: the other holders are named in place of this node.
+        """
+        fates: dict[int, Location | None] = {}
+        for place, location in enumerate(locations):
+            if len(location.holders) < SPREAD_HOLDERS or pinned.rows[place] < 0:
+                continue
+            if id(location) not in fates:
+                others = frozenset(location.holders) - {self._node_id}
+                serves = self._rng.random() * len(location.holders) < 1
+                fates[id(location)] = None if serves else location.within(others)
+            if (elsewhere := fates[id(location)]) is not None:
+                self._end_pins(pinned.rows[place : place + 1])
+                pinned.rows[place], pinned.nbytes[place], locations[place] = -1, 0, elsewhere
 
     def _pin(self, request: messages.Pin, session: NodeSession) -> Reply:
         pinned = self._pin_all(keys_in(request.keys))

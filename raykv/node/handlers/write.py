@@ -11,8 +11,10 @@ from raykv.memory.copying import checksums_of
 from raykv.memory.slots import slot_nbytes
 from raykv.node.announcer import Announcer
 from raykv.node.reclaimer import Reclaimer
+from raykv.node.replicas import Replicas
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
+from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.codec import array, keys_in, numbers_in, parent_in
 from raykv.protocol.messages import MAX_KEYS
 from raykv.storage.batches import Written
@@ -38,10 +40,11 @@ class WriteHandler:
         mover: TierMover,
         announcer: Announcer,
         reclaimer: Reclaimer,
+        replicas: Replicas,
         draining: threading.Event,
     ) -> None:
         """Take the node's parts. `draining`: once set, nothing is stored any more."""
-        self._draining = draining
+        self._replicas, self._draining = replicas, draining
         self._store, self._lock, self._mover = store, lock, mover
         self._announcer, self._reclaimer = announcer, reclaimer
         self.table: HandlerTable = {
@@ -119,6 +122,8 @@ class WriteHandler:
     def _write(self, request: messages.Write, session: NodeSession) -> Reply:
         """Lend slots, receive chunks into the slots, commit the intact chunks, and take the other slots back."""
         batch, now_s = _batch_in(request), time.monotonic()
+        if len(request.replica) not in (0, KEY_NBYTES):
+            raise UsageError(f"field 'replica': {len(request.replica)} bytes, where a key of {KEY_NBYTES} was due")
         protect = [batch.keys, *(() if batch.parent is None else (batch.parent,))]
         with self._lock:
             group = self._store.groups.number(request.group)
@@ -143,6 +148,8 @@ class WriteHandler:
                     checksums = b"".join(run.checksums or checksums_of(run.chunks) for run in runs)
                     written = Written(positions, slots.rows, np.frombuffer(checksums, "<u8"))
                     count = self._commit_intact(group, batch, written, sent[0], session)
+                    if request.replica:
+                        self._add_replica(request.replica, batch, written)
                 return messages.Count(count)
             except RayKVError as error:
                 return codec.failure(error)
@@ -167,6 +174,12 @@ class WriteHandler:
         self._announcer.wake()
         self._reclaimer.wake_if_due()
         return int(used.sum())
+
+    def _add_replica(self, head: bytes, batch: Batch, written: Written) -> None:
+        """Record that another node has sent a part of a hot prefix. The chunks in `written` were missing here."""
+        with self._lock:
+            rows = self._store.table.find(batch.keys[written.positions])
+            self._replicas.add(head, batch.keys, rows[rows == written.rows], now_s=time.monotonic())
 
     def _return_slots(self, rows: Rows, session: NodeSession) -> None:
         with self._lock:
