@@ -6,7 +6,7 @@ EPSILON of the mean load to its node. The copies lie on the nodes that rank high
 (`Ring.ranked`). Nodes with a copy make further copies, so the number of copies grows exponentially.
 
 A report replaces the node's earlier report, and is forgotten after REPORT_S. A directory that restarts learns the heat
-from the next heartbeats.
+from the next heartbeats, within START_S.
 """
 
 import math
@@ -30,6 +30,8 @@ FAN_OUT: Final = 3
 WHOLE: Final = 0.75
 """A replica with less than this share of the prefix's chunks is copied again."""
 PLAN_S: Final = 0.5
+START_S: Final = 3.0
+"""A directory that starts waits this long for the reports of all nodes. Until then, nodes keep their replicas."""
 REPORT_S: Final = 5.0
 WARM_S: Final = 60.0
 WARM_PREFIXES: Final = 32
@@ -57,7 +59,7 @@ class HeatMap:
         self._reports: dict[NodeId, tuple[float, HeatReport]] = {}
         self._joined_s: dict[NodeId, float] = {}
         self._orders: dict[NodeId, HeatOrders] = {}
-        self._planned_s = -math.inf
+        self._began_s, self._planned_s = math.inf, -math.inf
         self.copies: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -68,9 +70,12 @@ class HeatMap:
         self._joined_s = {known: at for known, at in self._joined_s.items() if now_s - at < WARM_S}
         self._joined_s[node_id] = now_s
 
-    def beat(self, node_id: NodeId, report: HeatReport, view: View, *, now_s: float) -> HeatOrders:
-        """Record a node's report, and return what the node must do."""
+    def beat(self, node_id: NodeId, report: HeatReport, view: View, *, now_s: float) -> HeatOrders | None:
+        """Record a node's report, and return what the node must do; None while reports of other nodes are missing."""
         self._reports[node_id] = now_s, HeatReport(report.load, report.prefixes[:MAX_REPORTED])
+        self._began_s = min(self._began_s, now_s)
+        if now_s - self._began_s < START_S:
+            return None
         if now_s - self._planned_s >= PLAN_S:
             self._planned_s = now_s
             self._plan(view, now_s)
@@ -139,7 +144,7 @@ def _nodes_for(head: bytes, prefix: _Copies, count: int, view: View, guests: Ite
 
 
 def _give_orders(orders: dict[NodeId, _Orders], head: bytes, prefix: _Copies, wanted: list[NodeId]) -> None:
-    """Order the missing copies of a prefix, and say which replicas stay."""
+    """Order the missing copies of a prefix, and say which copies stay."""
     most = max(held.chunks for held in prefix.holders.values())
     whole = [node_id for node_id, held in prefix.holders.items() if held.chunks >= WHOLE * most]
     missing = [node_id for node_id in wanted if node_id not in whole]
@@ -148,8 +153,7 @@ def _give_orders(orders: dict[NodeId, _Orders], head: bytes, prefix: _Copies, wa
             orders.setdefault(source, _Orders()).copies.append(CopyOrder(head, tuple(some)))
     ordinary = any(not held.replica for held in prefix.holders.values())
     for node_id in wanted:
-        held = prefix.holders.get(node_id)
-        if held is not None and held.replica:
+        if held := prefix.holders.get(node_id):
             mine = orders.setdefault(node_id, _Orders())
-            (mine.keep if ordinary else mine.adopt).append(head)
+            (mine.adopt if held.replica and not ordinary else mine.keep).append(head)
             ordinary = True

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 UNLISTED_S: Final = 10.0
 KNOWN_S: Final = 30.0
-"""A prefix that was copied or received is reported for this time, even if nobody reads it here."""
+"""A prefix is reported for this time after the directory has listed it, even if nobody reads it here. The time is
+longer than UNLISTED_S: so replicas go before the node with the ordinary copy stops to report it."""
 MAX_PREFIXES: Final = 1024
 """A node remembers at most this many prefixes. Chunks of further ones are ordinary chunks."""
 MAX_WAITING: Final = 256
@@ -151,9 +152,9 @@ class Replicas:
                 elif prefix.replica and now_s - prefix.listed_s > UNLISTED_S:
                     self._retire(prefix, now_s)
                     del self._prefixes[head]
+            for head in {*orders.keep, *(order.head for order in orders.copies)} & set(self._hot):
+                self._prefixes.setdefault(head, Prefix(self._hot[head], now_s, False))
             for order in orders.copies:
-                if order.head in self._hot:
-                    self._prefixes.setdefault(order.head, Prefix(self._hot[order.head], now_s, False))
                 for target in order.targets if order.head in self._prefixes else ():
                     if len(self._waiting) < MAX_WAITING:
                         self._waiting[order.head, target] = None

@@ -54,7 +54,8 @@ class HeatOrders(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         copies: Prefixes that this node must copy to other nodes.
-        keep: Heads of the replicas that this node must keep. It deletes its other replicas.
+        keep: Heads of the prefixes of which this node has a copy that is needed. It deletes its other replicas, and
+            reports ordinary copies even if nobody reads them here.
         adopt: Heads of the replicas that become ordinary chunks, because no other node has an ordinary copy any more.
     """
 

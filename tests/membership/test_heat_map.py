@@ -5,11 +5,18 @@ import random
 
 import pytest
 
+from raykv.membership import heat_map as module
 from raykv.membership.heat_map import EPSILON, FAN_OUT, REPORT_S, WARM_S, HeatMap
 from raykv.protocol.heat import HeatOrders, HeatReport, HotPrefix
 from raykv.protocol.placement import Member, View
 
 HEAD = b"h" * 16
+
+
+@pytest.fixture(autouse=True)
+def at_once(request: pytest.FixtureRequest, monkeypatch):
+    if "start" not in request.node.name:
+        monkeypatch.setattr(module, "START_S", 0.0)
 
 
 def view_of(names, epoch: int = 1) -> View:
@@ -39,11 +46,8 @@ class Cluster:
             self.follow(name, orders)
 
     def report(self, name: str, copies) -> HeatReport:
-        mine = [
-            HotPrefix(head, self.loads[head] / len(held), 1, held[name])
-            for head, held in copies.items()
-            if name in held
-        ]
+        held = {head: nodes for head, nodes in copies.items() if name in nodes}
+        mine = [HotPrefix(head, self.loads[head] / len(nodes), 1, nodes[name]) for head, nodes in held.items()]
         return HeatReport(self.base + sum(each.load for each in mine), tuple(mine))
 
     def follow(self, name: str, orders: HeatOrders) -> None:
@@ -173,6 +177,16 @@ def test_reports_of_nodes_that_have_left_or_are_silent_do_not_count():
     heat.beat("b", HeatReport(0.0), view_of("bc"), now_s=3.0 + REPORT_S)
     assert heat.copies == {}
     assert heat.beat("c", HeatReport(0.0), view_of("bc"), now_s=3.1 + REPORT_S) == HeatOrders()
+
+
+def test_a_directory_that_starts_waits_for_all_reports():
+    heat, view, replica = HeatMap(hot_nbytes_per_s=1.0), view_of("abcdef"), HotPrefix(HEAD, 1e6, 1, replica=True)
+    assert heat.beat("b", HeatReport(1e6, (replica,)), view, now_s=100.0) is None
+    for number, name in enumerate("acdef"):
+        report = HeatReport(2e5, (HotPrefix(HEAD, 0.0, 1),) if name == "a" else ())
+        assert heat.beat(name, report, view, now_s=101.0 + number / 10) is None
+    orders = heat.beat("b", HeatReport(1e6, (replica,)), view, now_s=100.0 + module.START_S)
+    assert orders == HeatOrders(keep=(HEAD,))
 
 
 def test_nodes_that_drain_get_no_copies():

@@ -1,6 +1,7 @@
 """The meter of a node: rates against brute force, and the division of hot chunks into prefixes."""
 
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,11 +12,8 @@ from raykv.node.heat import HALF_LIFE_S, HeatMeter, group_prefixes
 
 
 def columns(rows: int):
-    return SimpleNamespace(
-        generation=np.full(rows, 2, np.uint32),
-        nbytes=np.full(rows, 1000, np.uint32),
-        frequency=np.zeros(rows, np.uint32),
-    )
+    numbers = np.zeros(rows, np.uint32)
+    return SimpleNamespace(generation=numbers + 2, nbytes=numbers + 1000, frequency=numbers)
 
 
 NONE = np.empty(0, np.int32)
@@ -117,7 +115,7 @@ def test_random_forests(rng: random.Random):
         found = group_prefixes(range(count), parents, loads, depths)
         assert sorted(place for prefix in found for place in prefix) == list(range(count))
         for prefix in found:
-            for above, place in zip(prefix, prefix[1:], strict=False):
+            for above, place in pairwise(prefix):
                 assert parents[place] == above
                 assert 2 * loads[place] >= loads[above]
         sums = [sum(loads[place] for place in prefix) for prefix in found]

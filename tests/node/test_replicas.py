@@ -23,8 +23,9 @@ def quick(monkeypatch):
     """The same rules with shorter times, so that the tests are quick."""
     monkeypatch.setattr(heat, "HALF_LIFE_S", 0.2)
     monkeypatch.setattr(heat_map, "PLAN_S", 0.02)
+    monkeypatch.setattr(heat_map, "START_S", 0.0)
     monkeypatch.setattr(replicas, "UNLISTED_S", 0.3)
-    monkeypatch.setattr(replicas, "KNOWN_S", 1.0)
+    monkeypatch.setattr(replicas, "KNOWN_S", 2.0)
 
 
 @contextmanager
