@@ -1,6 +1,7 @@
 """The two kinds of Ray actors: the directory (an `InProcessMembership`) and the node (with a `NodeHandle`)."""
 
 import logging
+import math
 import os
 import threading
 import time
@@ -96,7 +97,8 @@ class DirectoryActor(InProcessMembership):
     """
 
     def __init__(self, config: ClusterConfig, secret: bytes) -> None:
-        super().__init__(member_timeout_s=config.member_timeout_s)
+        hot = math.inf if config.hot_nbytes_per_s is None else config.hot_nbytes_per_s
+        super().__init__(member_timeout_s=config.member_timeout_s, hot_nbytes_per_s=hot)
         self._config, self._secret = config, secret
         self._nodes: dict[str, Any] = {}
         self._leaving: set[str] = set()  # Ray nodes whose nodes are drained because they are about to end

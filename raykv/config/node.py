@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raykv.config.base import Model, Name, Seconds
+from raykv.config.base import Model, Name, Nbytes, Seconds
 from raykv.config.storage import StorageConfig
 
 
@@ -57,6 +57,8 @@ class ClusterConfig(Model):
         arena_share: Size of each node's arena as a share of the file system of storage.shm_dir. If this is set,
             storage.arena_nbytes has no effect.
         member_timeout_s: A node that sends no heartbeat for this long is removed from the view (the list of members).
+        hot_nbytes_per_s: If at least this many bytes of a prefix are read per second, it can get replicas on other
+            nodes, in proportion to its share of the load. None means no replicas.
         separate_hosts: If true, Ray nodes on one machine do not read each other's shared memory. This simulates a
             network, for tests and demonstrations.
     """
@@ -65,4 +67,5 @@ class ClusterConfig(Model):
     storage: StorageConfig = StorageConfig()
     arena_share: Annotated[float, Field(gt=0.0, le=0.95)] | None = None
     member_timeout_s: Seconds = 5.0
+    hot_nbytes_per_s: Nbytes | None = 16_000_000
     separate_hosts: bool = False

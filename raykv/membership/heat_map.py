@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from raykv.protocol.heat import MAX_REPORTED, CopyOrder, HeatOrders, HeatReport, HotPrefix
+from raykv.protocol.heat import CopyOrder, HeatOrders, HeatReport, HotPrefix
 from raykv.protocol.placement import View
 from raykv.types import NodeId
 
@@ -72,7 +72,7 @@ class HeatMap:
 
     def beat(self, node_id: NodeId, report: HeatReport, view: View, *, now_s: float) -> HeatOrders | None:
         """Record a node's report, and return what the node must do; None while reports of other nodes are missing."""
-        self._reports[node_id] = now_s, HeatReport(report.load, report.prefixes[:MAX_REPORTED])
+        self._reports[node_id] = now_s, report
         self._began_s = min(self._began_s, now_s)
         if now_s - self._began_s < START_S:
             return None

@@ -4,14 +4,19 @@ Heat is the load of reads on the chunks of one node, in bytes a second. A hot pr
 together. Its head, the first chunk of the chain, identifies it. A replica is a copy of a hot prefix on a further node.
 """
 
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.types import NodeId
 
 MAX_REPORTED: Final = 64
 """A report has at most this many prefixes: those with the highest load."""
+
+
+Head: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
+Load: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 
 
 class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
@@ -24,9 +29,9 @@ class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
         replica: Whether this copy is a replica, which the node deletes when the directory no longer lists it.
     """
 
-    head: bytes
-    load: float
-    chunks: int
+    head: Head
+    load: Load
+    chunks: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
     replica: bool = False
 
 
@@ -38,8 +43,8 @@ class HeatReport(msgspec.Struct, frozen=True, array_like=True):
         prefixes: Its hottest prefixes, at most MAX_REPORTED.
     """
 
-    load: float
-    prefixes: tuple[HotPrefix, ...] = ()
+    load: Load
+    prefixes: Annotated[tuple[HotPrefix, ...], msgspec.Meta(max_length=MAX_REPORTED)] = ()
 
 
 class CopyOrder(msgspec.Struct, frozen=True, array_like=True):

@@ -186,7 +186,7 @@ def test_a_directory_that_starts_waits_for_all_reports():
         report = HeatReport(2e5, (HotPrefix(HEAD, 0.0, 1),) if name == "a" else ())
         assert heat.beat(name, report, view, now_s=101.0 + number / 10) is None
     orders = heat.beat("b", HeatReport(1e6, (replica,)), view, now_s=100.0 + module.START_S)
-    assert orders == HeatOrders(keep=(HEAD,))
+    assert (orders.keep, orders.adopt) == ((HEAD,), ())
 
 
 def test_nodes_that_drain_get_no_copies():

@@ -1,5 +1,6 @@
 """Each message, encoded and decoded again."""
 
+import math
 import random
 
 import msgspec
@@ -7,7 +8,8 @@ import pytest
 
 from raykv.errors import ProtocolError
 from raykv.protocol import codec, messages
-from tests.support.protocol import EXAMPLES
+from raykv.protocol.heat import MAX_REPORTED, HeatReport, HotPrefix
+from tests.support.protocol import EXAMPLES, VIEW
 
 
 def decoded(raw: bytes) -> tuple[codec.Header, messages.Message]:
@@ -44,6 +46,22 @@ def test_messages_with_a_byte_changed_are_messages_or_refused(rng: random.Random
             assert isinstance(codec.decode(body), messages.Message)
         except ProtocolError:
             pass
+
+
+def test_reports_of_heat_that_are_not_valid_are_refused():
+    wrong = [
+        HeatReport(math.nan),
+        HeatReport(-1.0),
+        HeatReport(math.inf),
+        HeatReport(1.0, (HotPrefix(b"short", 1.0, 1),)),
+        HeatReport(1.0, (HotPrefix(bytes(1 << 20), 1.0, 1),)),
+        HeatReport(1.0, (HotPrefix(bytes(16), math.nan, 1),)),
+        HeatReport(1.0, (HotPrefix(bytes(16), 1.0, -1),)),
+        HeatReport(1.0, (HotPrefix(bytes(16), 1.0, 1),) * (MAX_REPORTED + 1)),
+    ]
+    for report in wrong:
+        with pytest.raises(ProtocolError):
+            decoded(codec.encode(messages.Heartbeat(VIEW.members[0], 3, heat=report), 0, 0))
 
 
 def test_the_secret_of_a_cluster_is_in_no_text():

@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 from raykv.protocol import messages
+from raykv.protocol.chunk_keys import KEY_NBYTES
+from raykv.protocol.heat import CopyOrder, HeatOrders, HeatReport, HotPrefix
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.protocol.trace_requests import TracedRequest
@@ -21,6 +23,8 @@ def change(namespace: Namespace, fields: dict[str, Any] | None, registry: bytes 
 
 VIEW = View(3, (member("a", weight=1.5, incarnation=7), member("b", weight=0.5, incarnation=1 << 60)))
 RUN = messages.Run(b"keys", 4096, b"rows", b"sums", b"places", False, b"parent", 9, 7, 60.0, -3)
+HEAT = HeatReport(2e9, (HotPrefix(b"h" * KEY_NBYTES, 1e9, 7, True),))
+ORDERS = HeatOrders((CopyOrder(b"h" * KEY_NBYTES, ("b", "c")),), (b"i" * KEY_NBYTES,), (b"j" * KEY_NBYTES,))
 EXAMPLES = [
     messages.Attach(),
     messages.GetView(),
@@ -29,7 +33,7 @@ EXAMPLES = [
     messages.Lend(4096, 3, 7, b"keys", b"parent", 12.5),
     messages.Commit((RUN, RUN)),
     messages.GiveBack(b"rows"),
-    messages.Write(b"keys", 4096, False, b"parent", 9, 60.0, -3, False),
+    messages.Write(b"keys", 4096, False, b"parent", 9, 60.0, -3, False, b"head"),
     messages.Checksums(b"sums"),
     messages.Drain(1e9),
     messages.Read(b"keys", True),
@@ -47,7 +51,7 @@ EXAMPLES = [
     messages.Report({"evicted": 3}, (0, 1), (2,)),
     messages.RecordTrace([TracedRequest(12.5, 16, b"keys")]),
     messages.FetchTrace(True),
-    messages.Heartbeat(VIEW.members[0], 3, VIEW, 5, b"{}"),
+    messages.Heartbeat(VIEW.members[0], 3, VIEW, 5, b"{}", HEAT),
     messages.Leave("a"),
     messages.Done(),
     messages.Count(3),
@@ -62,7 +66,7 @@ EXAMPLES = [
     messages.Histories(b"p", b"n", b"r", b"t", b"a", b"o", b"k", ("lru",), 1.5),
     messages.Configured(b"{}"),
     messages.Trace([TracedRequest(12.5, 16, b"keys")]),
-    messages.HeartbeatAnswer(VIEW, True, b"{}", True),
+    messages.HeartbeatAnswer(VIEW, True, b"{}", True, ORDERS),
     messages.Unavailable("away"),
     messages.Stats(b"{}"),
     messages.Failure("UsageError", "no"),
