@@ -20,6 +20,7 @@ from raykv.client.arguments import Keys, buffers, depth_of, flag, instance, inte
 from raykv.client.fetcher import Fetcher
 from raykv.client.leases import Pins, Reservation
 from raykv.client.puts import Put, PutOptions, batches_of, put_remote
+from raykv.client.root_copies import COPY_HINTS, COPY_S, RootCopies
 from raykv.client.router import Router
 from raykv.client.slot_pool import LentBatch
 from raykv.client.trace_recorder import TraceRecorder
@@ -50,6 +51,7 @@ class Client(AdminCalls):
         """Use `raykv.connect` or `using` instead."""
         super().__init__(namespace, router)
         self._fetcher = Fetcher(router, self._group.digest)
+        self._root_copies = RootCopies()
         self._recorder = TraceRecorder(router.send_trace, namespace.chunk_tokens)
 
     def using(self, namespace: Namespace) -> "Client":
@@ -219,6 +221,8 @@ class Client(AdminCalls):
         if match is not None:
             self._fetcher.fetch(progress, dict(enumerate(match.holders)), deadline_s)
         self._fetcher.find(progress, deadline_s)
+        if progress.hits and progress.hits[0] and not hits[0]:
+            self._copy_root(progress, targets[0], deadline_s)
         now_s = time.monotonic()
         self._metrics.gets.add_time(now_s - began_s)
         late = now_s >= deadline_s - LATE_S
@@ -227,6 +231,15 @@ class Client(AdminCalls):
         if missing := progress.missing():
             self._add_misses(list(map(progress.raw_key, missing)), began_s)
         return progress.result()
+
+    def _copy_root(self, progress: ReadProgress, content: Sequence[memoryview], deadline_s: float) -> None:
+        """Store the first chunk of a `get` in this host's memory if it was often read from other hosts."""
+        writer, nbytes = self.router.writer, progress.sizes[0]
+        remote = any(path != "shm" for path in progress.result().nbytes_by_path)
+        if writer is None or not remote or not self._root_copies.count(progress.raw_key(0), now_s=time.monotonic()):
+            return
+        batch = Batch(progress.keys[:1], nbytes, chained=True, hints=COPY_HINTS)
+        writer.put(self._group, [(batch, [content])], wait=True, deadline_s=min(deadline_s, time.monotonic() + COPY_S))
 
     def _read_here(self, keys: KeyArray, into: Sequence[Scattered], deadline_s: float) -> tuple[Bits, int]:
         try:
