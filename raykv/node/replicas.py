@@ -38,6 +38,8 @@ KNOWN_S: Final = 30.0
 longer than UNLISTED_S: so replicas go before the node with the ordinary copy stops to report it."""
 MAX_PREFIXES: Final = 1024
 """A node remembers at most this many prefixes. Chunks of further ones are ordinary chunks."""
+MAX_PREFIX_CHUNKS: Final = 1 << 14
+"""A node remembers at most this many chunks of one prefix."""
 MAX_WAITING: Final = 256
 """At most this many copies wait to be sent. The directory orders further ones again."""
 WRITE_S: Final = 10.0
@@ -89,14 +91,13 @@ class Replicas:
 
         The caller holds the node's lock.
         """
-        before = self._prefixes.get(head)
-        if len(self._prefixes) >= MAX_PREFIXES and before is None:
+        full = head not in self._prefixes and len(self._prefixes) >= MAX_PREFIXES
+        before = self._prefixes.get(head, Prefix(np.empty((0, 2), np.uint64), now_s, False))
+        if full or len(before.keys) + len(keys) > MAX_PREFIX_CHUNKS:
             return
         self._store.row_hints.set_replica(stored, replica=True)
-        if before is not None:
-            keys = np.concatenate([before.keys, keys[~np.isin(keys[:, 1], before.keys[:, 1])]])
-        replica = bool(stored.size) or (before is not None and before.replica)
-        self._prefixes[head] = Prefix(keys, now_s, replica)
+        keys = np.concatenate([before.keys, keys[~np.isin(keys[:, 1], before.keys[:, 1])]])
+        self._prefixes[head] = Prefix(keys, now_s, before.replica or bool(stored.size))
 
     # -- reports and orders -----------------------------------------------------------------------------------------
 

@@ -195,3 +195,8 @@ def test_a_wrong_head_is_refused_and_the_number_of_prefixes_is_bounded(monkeypat
         for number in range(6):
             node.replicas.add(bytes([number]) * 16, np.zeros((1, 2), np.uint64), np.empty(0, np.int32), now_s=0.0)
         assert len(node.replicas._prefixes) == 4
+        for number in range(40):
+            keys = np.full((1000, 2), number, np.uint64)
+            keys[:, 1] += np.arange(1000, dtype=np.uint64) * np.uint64(64)
+            node.replicas.add(bytes(16), keys, np.empty(0, np.int32), now_s=0.0)
+        assert len(node.replicas._prefixes[bytes(16)].keys) <= replicas.MAX_PREFIX_CHUNKS
