@@ -36,7 +36,10 @@ def test_sizes_as_text(text, nbytes):
     )
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1 GB", "-1", "1e9", "1,5 GiB", "1 GiB or so", "one"])
+NOT_SIZES = ["", "GiB", "1 GB", "-1", "1e9", "1,5 GiB", "1 GiB or so", "one", "9" * 400, "9" * 5000, "\u0661 GiB"]
+
+
+@pytest.mark.parametrize("text", NOT_SIZES, ids=range(len(NOT_SIZES)))
 def test_text_that_is_not_a_size(text):
     with pytest.raises(ConfigError, match=r"arena_nbytes.*is not a size.*4 GiB"):
         StorageConfig.load({"arena_nbytes": text})

@@ -23,7 +23,7 @@ def parse_nbytes(value: object) -> object:
     """
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    found = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*", value)
     if found is None or found[2].lower() not in _UNITS:
         raise ValueError(f"{value!r} is not a size; write bytes as a number, or text such as '512 MiB' or '4 GiB'")
     return int(float(found[1]) * _UNITS[found[2].lower()])
