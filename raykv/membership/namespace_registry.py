@@ -17,6 +17,9 @@ MAX_ENTRIES: Final = 1024
 """The list has at most this many configured namespaces, and refuses further ones. The list also has at most this many
 dropped namespaces, so that unreachable nodes learn of the drops later. The oldest drop is removed first."""
 
+LARGEST: Final = 1 << 62
+"""Larger numbers in a received list are cut to this. No honest list has them, and a message could not carry them on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -133,17 +136,23 @@ class NamespaceRegistry:
         """Decode the output of `encode`. Raises UsageError for any other text, and for a list that is too long."""
         try:
             found = msgspec.json.decode(text, type=_Encoded, dec_hook=_load)
-            entries = {entry.namespace.digest: entry for entry in found.entries}
+            entries = {entry.namespace.digest: _cut(entry) for entry in found.entries}
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: the text is not UTF-8
             raise UsageError(f"not a list of namespaces: {error}") from error
         if len(entries) > 2 * MAX_ENTRIES:
             raise UsageError(f"a list of {len(entries)} namespaces; at most {2 * MAX_ENTRIES} are accepted")
-        return cls(found.version, entries)
+        return cls(min(found.version, LARGEST), entries)
 
 
 class _Encoded(msgspec.Struct):
     version: int
     entries: list[Entry]
+
+
+def _cut(entry: Entry) -> Entry:
+    if max(entry.changed_ns, entry.dropped_ns) <= LARGEST:
+        return entry
+    return replace(entry, changed_ns=min(entry.changed_ns, LARGEST), dropped_ns=min(entry.dropped_ns, LARGEST))
 
 
 def _fields_of(model: Model) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The list of namespaces, which the directory keeps and nodes copy."""
 
+import json
 import random
 
 import pytest
@@ -8,6 +9,7 @@ from raykv.config import NamespaceConfig
 from raykv.errors import CapacityError, ConfigError, UsageError
 from raykv.membership.membership import Membership
 from raykv.membership.namespace_registry import MAX_ENTRIES, Entry, NamespaceRegistry
+from raykv.protocol import codec
 from raykv.protocol.messages import Heartbeat
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member
@@ -131,6 +133,26 @@ def test_bytes_that_are_not_a_list_raise_usage_error(rng: random.Random):
             NamespaceRegistry.decode(text).encode()
         except UsageError:
             pass
+
+
+@pytest.mark.parametrize("number", [1 << 63, 1 << 64, 10**30, 10**4299, 10**4300 - 1], ids=range(5))
+def test_numbers_without_end_do_not_stop_later_changes(number: int):
+    """A forged list must not make a later heartbeat or a later list one that cannot be encoded."""
+    registry = NamespaceRegistry()
+    registry.configure(A, {"priority": 3}, now_ns=5)
+    (entry,) = json.loads(registry.encode())["entries"]
+    with_limit = {**entry, "changed_ns": number, "dropped_ns": number}
+    forged = json.dumps({"version": number, "entries": [entry, {**with_limit, "namespace": {"model": "b"}}]})
+    directory = Membership(member_timeout_s=5.0)
+    heartbeat = Heartbeat(member("n"), 0, version=1, registry=forged.encode())
+    directory.beat(heartbeat, now_s=1.0)
+    directory.configure(change(A, {"priority": 4}), now_ns=6)
+    directory.configure(change(Namespace(model="b"), None), now_ns=6)
+    answer = directory.beat(Heartbeat(member("m"), 0), now_s=2.0)
+    assert answer.registry is not None
+    copy = NamespaceRegistry.decode(answer.registry)
+    assert copy.config(A.digest).priority == 4
+    codec.encode(Heartbeat(member("n"), 0, version=copy.version), 0, 0)
 
 
 def test_copies_that_merge_agree(rng: random.Random):
