@@ -323,8 +323,8 @@ class Node:
     def _start_drain(self, request: messages.Drain, session: NodeSession) -> Reply:
         if not session.local:
             raise UsageError("only a process of this host and user may drain a node")
-        if not request.nbytes_per_s > 0:
-            raise UsageError(f"field 'nbytes_per_s': {request.nbytes_per_s} must be above 0")
+        if not request.nbytes_per_s >= 1:
+            raise UsageError(f"field 'nbytes_per_s': {request.nbytes_per_s} must be at least 1")
         with self.lock:
             first = not self.drain.started.is_set()
             self.drain.started.set()
