@@ -18,6 +18,8 @@ from raykv.protocol.codec import pack_bits
 from raykv.protocol.messages import MAX_HOLDERS, Located
 from raykv.types import Bits, KeyArray, NodeId
 
+MAX_KNOWN: Final = 64
+"""At most this many holders of one key are known. The holders that were added first are dropped."""
 MAX_SHARED: Final = 1 << 16
 """Keys share `Location` objects through a table. If the table has more entries than this, `LocationIndex` clears it."""
 
@@ -37,8 +39,8 @@ class Location(NamedTuple):
 
     def added(self, node_id: NodeId, nbytes: int, below: bool) -> "Location":
         """Return a copy with this holder and length. `below`: the holder has the chunk only in a tier below memory."""
-        holders = self.holders if node_id in self.holders else (*self.holders, node_id)
-        others = tuple(holder for holder in self.below if holder != node_id)
+        holders = self.holders if node_id in self.holders else (*self.holders[1 - MAX_KNOWN :], node_id)
+        others = tuple(holder for holder in self.below if holder != node_id and holder in holders)
         return Location(holders, (*others, node_id) if below else others, nbytes)
 
     def within(self, nodes: frozenset[NodeId]) -> "Location":

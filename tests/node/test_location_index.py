@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 
 from raykv.node import location_index as module
-from raykv.node.location_index import UNKNOWN, Location, LocationIndex, located
+from raykv.node.location_index import MAX_KNOWN, UNKNOWN, Location, LocationIndex, located
 from raykv.protocol import chunk_keys
 from raykv.protocol.codec import unpack_bits
 from raykv.protocol.messages import MAX_HOLDERS
@@ -102,6 +102,16 @@ def test_beyond_the_bound_the_oldest_go():
     known = [n for n, each in enumerate(index.locate(keys(range(1000)))) if each.holders]
     assert known == list(range(known[0], 1000))
     assert len(known) > 80
+
+
+def test_a_key_has_a_bounded_number_of_holders():
+    """A member that announces one key under ever new names must not make its location grow."""
+    index, key = LocationIndex(), keys([1])
+    for number in range(1000):
+        index.add(f"node-{number}", key, np.array([9], np.uint32), np.ones(1, np.bool_))
+    (location,) = index.locate(key)
+    assert location.holders == tuple(f"node-{number}" for number in range(1000 - MAX_KNOWN, 1000))
+    assert location.below == location.holders
 
 
 def test_a_full_index_stays_quick(np_rng):
