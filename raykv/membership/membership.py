@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 HOT_NBYTES_PER_S: Final = 16e6
 """A prefix gets replicas only if at least this many bytes of it are read per second. One core can send 100 times as
 many."""
+MAX_EPOCH: Final = 1 << 32
+"""Views with a greater epoch are not adopted from a node: no honest node has one, and messages could not carry later
+epochs."""
 
 
 class MembershipPort(Protocol):
@@ -87,7 +90,7 @@ class Membership:
 
     def _update_view(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatAnswer:
         member, view = heartbeat.member, heartbeat.view
-        if view is not None and view.epoch > self.view.epoch:
+        if view is not None and self.view.epoch < view.epoch <= MAX_EPOCH:
             self.view = view
             self._seen_s = {known.node_id: now_s for known in view.members}
         if heartbeat.epoch > self.view.epoch:

@@ -33,7 +33,7 @@ from raykv.protocol.answers import Trace as Trace
 from raykv.protocol.answers import Unavailable as Unavailable
 from raykv.protocol.answers import ViewIs as ViewIs
 from raykv.protocol.heat import HeatReport
-from raykv.protocol.placement import Member, View
+from raykv.protocol.placement import Member, MemberId, View
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
 
@@ -208,7 +208,7 @@ class Announce(Message):
     tier below memory; empty when no bit is set.
     """
 
-    node_id: NodeId
+    node_id: MemberId
     added: bytes = b""
     removed: bytes = b""
     nbytes: bytes = b""

@@ -10,7 +10,7 @@ Schomaker (2005).
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,6 +21,11 @@ from raykv.types import KeyArray, NodeId
 
 SLOT_BITS: Final = 12
 SLOTS: Final = 1 << SLOT_BITS
+MAX_MEMBERS: Final = 4096
+"""A view has at most this many members, because computing the ring takes 32 KiB of memory for each."""
+
+MemberId: TypeAlias = Annotated[NodeId, msgspec.Meta(max_length=64)]
+"""The name of a node in a message, as long as `NodeConfig.node_id` may be."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -35,11 +40,11 @@ class Member(msgspec.Struct, frozen=True):
             is empty.
     """
 
-    node_id: NodeId
+    node_id: MemberId
     host: str
     endpoints: dict[str, str]
-    weight: float
-    incarnation: int
+    weight: Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
     @property
     def address(self) -> str:
@@ -56,7 +61,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     """The members of the cluster at one time. A later view has a greater epoch."""
 
     epoch: int = 0
-    members: tuple[Member, ...] = ()
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
 
     @cached_property
     def ring(self) -> "Ring":

@@ -2,7 +2,10 @@
 
 import random
 
+import pytest
+
 from raykv.membership.membership import Membership
+from raykv.protocol import codec
 from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
 from raykv.protocol.placement import Member, View
 
@@ -92,6 +95,16 @@ def test_after_a_restart_a_new_node_may_call_first():
         node.beat(directory, 2.0)
     assert names(directory.view) == ["a", "b", "c", "new"]
     assert all(node.view == directory.view for node in (new, *nodes))
+
+
+@pytest.mark.parametrize("epoch", [1 << 33, (1 << 63) - 1, (1 << 64) - 1])
+def test_an_epoch_without_end_is_not_adopted(epoch: int):
+    """A node gone wrong must not make later views ones that cannot be sent."""
+    directory, a = Membership(member_timeout_s=5.0), Node("a")
+    directory.beat(Heartbeat(member("x"), epoch, View(epoch, (member("x"),))), now_s=0.0)
+    a.beat(directory, 0.0)
+    assert names(a.view) == ["a"]
+    codec.encode(HeartbeatAnswer(a.view), 0, 0)
 
 
 def test_epochs_grow_and_all_agree_in_the_end(rng: random.Random):

@@ -9,6 +9,7 @@ import pytest
 from raykv.errors import ProtocolError
 from raykv.protocol import codec, messages
 from raykv.protocol.heat import MAX_REPORTED, HeatReport, HotPrefix
+from raykv.protocol.placement import MAX_MEMBERS, View
 from tests.support.protocol import EXAMPLES, VIEW
 
 
@@ -70,3 +71,22 @@ def test_the_secret_of_a_cluster_is_in_no_text():
         assert "my-secret" not in text
         assert "secret=b'set'" in text
         assert "arena='/arena'" in text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"incarnation": 1 << 63}, {"incarnation": -1}, {"weight": float("nan")}, {"weight": -1.0}, {"node_id": "x" * 65}],
+    ids=str,
+)
+def test_members_with_impossible_fields_are_refused(wrong):
+    """A view with such a member would end the heartbeat thread of every node, or give the member all keys."""
+    view = View(1, (msgspec.structs.replace(VIEW.members[0], **wrong),))
+    with pytest.raises(ProtocolError, match="members"):
+        decoded(codec.encode(messages.ViewIs(view), 0, 0))
+
+
+def test_a_view_with_very_many_members_is_refused():
+    """The ring of n members takes 32 KiB * n of memory."""
+    view = View(1, VIEW.members[:1] * (MAX_MEMBERS + 1))
+    with pytest.raises(ProtocolError, match="length"):
+        decoded(codec.encode(messages.ViewIs(view), 0, 0))
