@@ -18,10 +18,11 @@ from raykv.protocol.codec import pack_bits
 from raykv.protocol.messages import MAX_HOLDERS, Located
 from raykv.types import Bits, KeyArray, NodeId
 
-MAX_KNOWN: Final = 64
+MAX_KNOWN: Final = 1024
 """At most this many holders of one key are known. The holders that were added first are dropped."""
-MAX_SHARED: Final = 1 << 16
-"""Keys share `Location` objects through a table. If the table has more entries than this, `LocationIndex` clears it."""
+MAX_SHARED: Final = 1 << 17
+"""Keys share `Location` objects through a table. If the locations in the table have more than this many holders in
+total, `LocationIndex` clears it."""
 
 
 class Location(NamedTuple):
@@ -63,6 +64,7 @@ class LocationIndex:
         self._max_keys = max_keys
         self._locations: dict[bytes, Location] = {}
         self._shared: dict[tuple[Location, NodeId, int, bool], Location] = {}
+        self._shared_holders = 0  # total number of holders of the locations in `_shared`
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -73,14 +75,16 @@ class LocationIndex:
         bits = repeat(False) if below is None else below.tolist()
         with self._lock:
             shared, locations = self._shared, self._locations
-            if len(shared) > MAX_SHARED:
+            if self._shared_holders > MAX_SHARED:
                 shared.clear()
+                self._shared_holders = 0
             for key, length, is_below in zip(_split(keys), nbytes.tolist(), bits, strict=False):
                 before = locations.get(key, UNKNOWN)
                 change = (before, node_id, length, is_below)
                 after = shared.get(change)
                 if after is None:
                     after = shared[change] = before.added(node_id, length, is_below)
+                    self._shared_holders += len(after.holders)
                 locations[key] = after
             excess = len(locations) - self._max_keys
             if excess > 0:  # drop many keys at once, because finding a dict's first entry is slow after deletions

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 
 from raykv.node import location_index as module
-from raykv.node.location_index import MAX_KNOWN, UNKNOWN, Location, LocationIndex, located
+from raykv.node.location_index import MAX_KNOWN, MAX_SHARED, UNKNOWN, Location, LocationIndex, located
 from raykv.protocol import chunk_keys
 from raykv.protocol.codec import unpack_bits
 from raykv.protocol.messages import MAX_HOLDERS
@@ -107,10 +107,11 @@ def test_beyond_the_bound_the_oldest_go():
 def test_a_key_has_a_bounded_number_of_holders():
     """A member that announces one key under ever new names must not make its location grow."""
     index, key = LocationIndex(), keys([1])
-    for number in range(1000):
+    for number in range(1500):
         index.add(f"node-{number}", key, np.array([9], np.uint32), np.ones(1, np.bool_))
+        assert sum(len(each.holders) for each in index._shared.values()) <= MAX_SHARED + MAX_KNOWN
     (location,) = index.locate(key)
-    assert location.holders == tuple(f"node-{number}" for number in range(1000 - MAX_KNOWN, 1000))
+    assert location.holders == tuple(f"node-{number}" for number in range(1500 - MAX_KNOWN, 1500))
     assert location.below == location.holders
 
 

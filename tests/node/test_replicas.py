@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from raykv.client import root_copies
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import UsageError
 from raykv.membership import heat_map
@@ -20,7 +21,8 @@ NBYTES = 20_000
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The same rules with shorter times, so that the tests are quick."""
+    """The same rules with shorter times, so that the tests are quick, and without copies that readers make."""
+    monkeypatch.setattr(root_copies, "COPY_READS", 1 << 30)
     monkeypatch.setattr(heat, "HALF_LIFE_S", 0.2)
     monkeypatch.setattr(heat_map, "PLAN_S", 0.02)
     monkeypatch.setattr(heat_map, "START_S", 0.0)
