@@ -66,7 +66,12 @@ class HeatMap:
         return len(self._reports)
 
     def join(self, node_id: NodeId, *, now_s: float) -> None:
-        """Record that a node has joined, so that it gets replicas of the hottest prefixes."""
+        """Record that a node has joined, so that it gets replicas of the hottest prefixes.
+
+        Does nothing while the cluster starts, when most nodes are new.
+        """
+        if now_s - self._began_s < WARM_S:
+            return
         self._joined_s = {known: at for known, at in self._joined_s.items() if now_s - at < WARM_S}
         self._joined_s[node_id] = now_s
 
@@ -117,7 +122,7 @@ class HeatMap:
         before = self.copies.get(head, 1)
         if load < (self._hot if before < 2 else self._hot / 2) or not total:
             return 1
-        needed = min(nodes, math.ceil(load / total * nodes / EPSILON))
+        needed = min(nodes, math.ceil(min(1.0, load / total) * nodes / EPSILON))
         return before if SHRINK * before <= needed < before <= nodes else needed
 
 

@@ -148,6 +148,11 @@ def test_a_new_node_gets_the_hottest_prefixes_for_a_while():
     cluster.heat.join("new", now_s=cluster.now_s)
     for _ in range(4):
         cluster.round()
+    assert not any("new" in held for held in cluster.copies.values()), "the cluster itself is new"
+    cluster.now_s += WARM_S
+    cluster.heat.join("new", now_s=cluster.now_s)
+    for _ in range(4):
+        cluster.round()
     here = sorted(head[0] for head, held in cluster.copies.items() if "new" in held)
     assert here == list(range(18, 50)), "the 32 hottest"
     cluster.now_s += WARM_S
