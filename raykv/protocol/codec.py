@@ -167,9 +167,9 @@ def failure(error: RayKVError) -> Failure:
 
 def raise_failure(answer: Failure) -> None:
     """Raise the error that a Failure reports. An unknown error class becomes ProtocolError."""
-    raise _FAILURES.get(answer.kind, ProtocolError)(answer.text)
+    raise _FAILURES.get(answer.kind, ProtocolError)(_short(answer.text))
 
 
-def _short(error: Exception) -> str:
+def _short(error: Exception | str) -> str:
     text = str(error)
     return text if len(text) <= MAX_ERROR_CHARACTERS else text[:MAX_ERROR_CHARACTERS] + " ..."

@@ -58,6 +58,13 @@ def test_other_errors_travel_as_a_known_one():
         codec.raise_failure(messages.Failure("SystemExit", "run this"))
 
 
+def test_error_texts_of_a_peer_are_bounded():
+    """They end up in logs and in errors of this process."""
+    with pytest.raises(UsageError) as caught:
+        codec.raise_failure(messages.Failure("UsageError", "x" * 100_000))
+    assert len(str(caught.value)) <= codec.MAX_ERROR_CHARACTERS + 10
+
+
 def test_error_texts_are_bounded():
     assert len(codec.failure(UsageError("x" * 1_000_000)).text) < 3000
     with pytest.raises(ProtocolError) as caught:
