@@ -23,7 +23,7 @@ def parse_policy(name: str) -> str:
     raise ValueError(f"unknown policy; there are: {', '.join(POLICY_NAMES)}, or 'module:attribute' of your own")
 
 
-PolicyName = Annotated[str, AfterValidator(parse_policy)]
+PolicyName = Annotated[str, Field(max_length=256), AfterValidator(parse_policy)]
 """One of POLICY_NAMES, or "module:attribute" of a user's own policy."""
 
 

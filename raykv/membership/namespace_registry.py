@@ -11,6 +11,7 @@ import msgspec
 
 from raykv.config import Model, NamespaceConfig
 from raykv.errors import CapacityError, UsageError
+from raykv.memory.layout import NAMESPACE_TEXT_NBYTES
 from raykv.protocol.namespace import Namespace
 
 MAX_ENTRIES: Final = 1024
@@ -67,6 +68,7 @@ class NamespaceRegistry:
 
         Raises:
             ConfigError: A field is wrong or unknown.
+            UsageError: The namespace's fields are too long.
             CapacityError: MAX_ENTRIES other namespaces have a config already.
         """
         group = namespace.group
@@ -77,7 +79,10 @@ class NamespaceRegistry:
         self._set(group, config, now_ns)
 
     def drop(self, namespace: Namespace, *, now_ns: int) -> None:
-        """Reset the config of the namespace's quota group, and record that nodes must delete the group's chunks."""
+        """Reset the config of the namespace's quota group, and record that nodes must delete the group's chunks.
+
+        Raises UsageError if the namespace's fields are too long.
+        """
         self._set(namespace.group, NamespaceConfig(), now_ns, drop=True)
         self.trim()
 
@@ -93,6 +98,7 @@ class NamespaceRegistry:
         return sorted((each.changed_ns, digest) for digest, each in self.entries.items() if not each.listed)
 
     def _set(self, group: Namespace, config: NamespaceConfig, now_ns: int, *, drop: bool = False) -> None:
+        _require_short(group)
         before = self.entries.get(group.digest)
         dropped_ns = 0
         if before is not None:
@@ -141,12 +147,21 @@ class NamespaceRegistry:
             raise UsageError(f"not a list of namespaces: {error}") from error
         if len(entries) > 2 * MAX_ENTRIES:
             raise UsageError(f"a list of {len(entries)} namespaces; at most {2 * MAX_ENTRIES} are accepted")
+        for entry in entries.values():
+            _require_short(entry.namespace)
         return cls(min(found.version, LARGEST), entries)
 
 
 class _Encoded(msgspec.Struct):
     version: int
     entries: list[Entry]
+
+
+def _require_short(namespace: Namespace) -> None:
+    """Raise UsageError if no node could open this namespace, so that the size of a list is bounded."""
+    nbytes = len(namespace.model_dump_json(exclude_defaults=True).encode())
+    if nbytes > NAMESPACE_TEXT_NBYTES:
+        raise UsageError(f"namespace of {nbytes} bytes as JSON, at most {NAMESPACE_TEXT_NBYTES}: shorten a field")
 
 
 def _cut(entry: Entry) -> Entry:

@@ -9,6 +9,7 @@ from raykv.config import NamespaceConfig
 from raykv.errors import CapacityError, ConfigError, UsageError
 from raykv.membership.membership import Membership
 from raykv.membership.namespace_registry import MAX_ENTRIES, Entry, NamespaceRegistry
+from raykv.memory.layout import NAMESPACE_TEXT_NBYTES
 from raykv.protocol import codec
 from raykv.protocol.messages import Heartbeat
 from raykv.protocol.namespace import Namespace
@@ -133,6 +134,24 @@ def test_bytes_that_are_not_a_list_raise_usage_error(rng: random.Random):
             NamespaceRegistry.decode(text).encode()
         except UsageError:
             pass
+
+
+def test_a_namespace_that_no_node_could_open_is_refused():
+    """Otherwise a list of 2 048 entries could take any amount of memory of the directory and of all nodes."""
+    huge = Namespace(model="x" * NAMESPACE_TEXT_NBYTES)
+    registry = NamespaceRegistry()
+    for change_it in (
+        lambda: registry.configure(huge, {"priority": 3}, now_ns=1),
+        lambda: registry.drop(huge, now_ns=1),
+    ):
+        with pytest.raises(UsageError, match="shorten a field"):
+            change_it()
+    registry.configure(A, {"priority": 3}, now_ns=1)
+    forged = registry.encode().replace(b'"a"', b'"' + huge.model.encode() + b'"')
+    with pytest.raises(UsageError, match="shorten a field"):
+        NamespaceRegistry.decode(forged)
+    with pytest.raises(ConfigError, match="policy"):
+        registry.configure(A, {"policy": "a:" + "b" * 1000}, now_ns=2)
 
 
 @pytest.mark.parametrize("number", [1 << 63, 1 << 64, 10**30, 10**4299, 10**4300 - 1], ids=range(5))

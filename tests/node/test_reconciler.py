@@ -9,6 +9,7 @@ import pytest
 import raykv
 from raykv.errors import LostError, ProtocolError, UsageError
 from raykv.membership.namespace_registry import NamespaceRegistry
+from raykv.memory.layout import MAX_NAMESPACES
 from raykv.node import sessions
 from raykv.node.namespace_reconciler import registry_paths
 from raykv.protocol import messages
@@ -196,10 +197,12 @@ def test_numbers_of_dropped_namespaces_are_used_again(monkeypatch):
 def test_a_namespace_that_a_node_cannot_name_does_not_stop_its_drop_elsewhere(caplog):
     register_tier("toy", ToyTier)
     node = make_node(storage={"tiers": {"toy": {}}})
-    made, long = NamespaceRegistry(), Namespace(model="m" * 3000)
-    made.drop(long, now_ns=5)
+    for number in range(MAX_NAMESPACES):
+        node.store.groups.open(Namespace(model=f"m{number}"))
+    made, last = NamespaceRegistry(), Namespace(model="one more")
+    made.drop(last, now_ns=5)
     node.reconciler.adopt(made.encode())
-    assert node.reconciler.dropped_chunks(long.digest) == 0
-    assert "cannot be dropped here" in caplog.text
+    assert node.reconciler.dropped_chunks(last.digest) == 0
+    assert "one more cannot be dropped: all 1024 namespaces" in caplog.text
     node.mover.close()
     node.store.close()
