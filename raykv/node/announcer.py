@@ -22,6 +22,7 @@ from raykv.protocol.reasons import Place
 from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
 from raykv.transport.pool import ConnectionPool
+from raykv.transport.server import LogLimit
 from raykv.types import Bits, KeyArray
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Announcer:
         self._sending = self._adopting = False
         self.view = View()
         self.failures = 0
+        self._log = LogLimit(log)
 
     def wake(self) -> None:
         """Wake the announcer's thread. Call this method after every change of the store or of a tier."""
@@ -154,7 +156,7 @@ class Announcer:
         except RayKVError as error:
             self.failures += 1
             if not isinstance(error, TransientError):  # no retry, because the owner would refuse again
-                log.warning("%s refuses an announcement: %s", owner.node_id, error)
+                self._log.write(logging.WARNING, "%s refuses an announcement: %.300s", owner.node_id, error)
                 return
             with self._lock:
                 if self.waiting_keys + len(keys) <= MAX_RETRIED_KEYS:

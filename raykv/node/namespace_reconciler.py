@@ -24,6 +24,7 @@ from raykv.protocol.namespace import Namespace
 from raykv.protocol.reasons import Reason
 from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
+from raykv.transport.server import LogLimit
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class NamespaceReconciler:
         """
         self._store, self._lock, self._mover, self._paths, self._changed = store, lock, mover, paths, changed
         store.groups.has_tiers = bool(mover)
-        self._adopting = threading.Lock()
+        self._adopting, self._log = threading.Lock(), LogLimit(log)
         self._metrics = NamespaceMetrics()
         self._served = np.zeros((MAX_NAMESPACES, 2), np.int64)  # for each quota group: requests served, bytes sent
         self._dropped: dict[bytes, int] = {}
@@ -139,7 +140,7 @@ class NamespaceReconciler:
                     store.groups.retire(number, retired=not entry.listed)
                     store.configure(number, entry.config, now_s=time.monotonic())
         except RayKVError as error:
-            log.error("namespace %s: %s", entry.namespace.model, error)
+            self._log.write(logging.ERROR, "namespace %.80s: %.300s", entry.namespace.model, error)
         if number is not None:
             self._mover.set_quota(number, entry.config.ssd_quota_nbytes)
 
@@ -151,7 +152,7 @@ class NamespaceReconciler:
                 try:
                     number = store.groups.open(namespace)  # the tiers need the group's number
                 except RayKVError as error:
-                    log.error("a namespace cannot be dropped here: %s", error)
+                    self._log.write(logging.ERROR, "namespace %.80s cannot be dropped: %.300s", namespace.model, error)
             if number is None:
                 return 0
         self._served[number] = 0

@@ -15,6 +15,7 @@ from raykv.memory.layout import MAX_NAMESPACES
 from raykv.node import sessions
 from raykv.protocol import messages
 from raykv.transport.link import Link
+from raykv.transport.server import MAX_LOG_LINES
 from tests.support.nodes import (
     SPACE,
     Peer,
@@ -193,6 +194,17 @@ def test_nor_by_a_forged_list_of_namespaces(outside, tmp_path, caplog):
         assert peer.ask(messages.Pin(keys_of(["a"]))).rows, "the node goes on"
     assert not (tmp_path / "imported").exists()
     assert "not allowed" in caplog.text
+
+
+def test_forged_lists_do_not_fill_the_log(outside, caplog):
+    with running_node(storage=ARENA) as node, closing(Peer(node).open()) as peer:
+        caplog.clear()
+        for number in range(100):
+            registry = NamespaceRegistry()
+            registry.configure(SPACE.with_fields(model=f"{number:01000}"), {"policy": outside}, now_ns=1 << 60)
+            peer.ask(messages.Adopt(registry.encode()))
+    assert 1 <= len(caplog.records) <= MAX_LOG_LINES
+    assert max(len(record.getMessage()) for record in caplog.records) < 500
 
 
 def test_a_policy_that_the_operator_allows_is_used(outside, tmp_path):
