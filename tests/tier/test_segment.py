@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+import xxhash
 
 from raykv.tier.segments.format import (
     BATCH,
@@ -11,6 +12,7 @@ from raykv.tier.segments.format import (
     DELETED,
     DROPPED,
     ENTRY,
+    HEAD,
     SUMMARY,
     Record,
     batches,
@@ -131,6 +133,33 @@ def test_garbage_is_nothing(rng: random.Random):
         raw[:8] = written(record_of())[:8]
         assert decode(memoryview(raw)) is None
     assert decode(memoryview(b"")) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("texts", 3), ("texts", (1 << 32) - 1), ("texts_nbytes", 0), ("texts_nbytes", (1 << 32) - 1),
+     ("entries", 90), ("entries", (1 << 32) - 1), ("deleted", (1 << 32) - 1), ("dropped", (1 << 32) - 1)],
+)  # fmt: skip
+def test_counts_that_do_not_fit_a_record_are_not_believed(field: str, value: int):
+    """The checksum is no proof: xxh3 is not cryptographic, and the writer may be gone wrong."""
+    raw = written(record_of())
+    head = np.frombuffer(raw, HEAD, 1).copy()
+    head[field], head["digest"] = value, 0
+    raw[: HEAD.itemsize] = head.tobytes()
+    head["digest"] = xxhash.xxh3_64_intdigest(raw)
+    raw[: HEAD.itemsize] = head.tobytes()
+    assert decode(memoryview(raw)) is None
+
+
+def test_content_that_points_outside_is_not_believed():
+    for field, value in (("group", 2), ("block", BLOCKS - 1), ("block", (1 << 32) - 1), ("nbytes", (1 << 32) - 1)):
+        entries = entries_of(1, 2)
+        entries[field][1] = value
+        assert decode(memoryview(written(record_of(entries)))) is None, field
+    assert decode(memoryview(written(record_of(dropped=dropped_of(2))))) is None
+    entries = entries_of(1)
+    entries["block"] = BLOCKS - 2
+    assert decode(memoryview(written(record_of(entries)))) is not None
 
 
 def test_chunks_take_whole_blocks():

@@ -76,7 +76,7 @@ class Scanner:
             pack = catalog.add_pack(name, nbytes)
             if record is not None and entries is not None:
                 catalog.apply_tombstones(name.sequence, raw_keys(record.deleted["key"]), record.dropped_texts())
-                catalog.insert(pack, record.texts, entries[entries["group"] < len(record.texts)])
+                catalog.insert(pack, record.texts, entries)
 
     def _remove_missing(self, there: set[str], began_s: float) -> None:
         """Drop removed files from the catalog. `there`: stems of the files in a listing that began at `began_s`.

@@ -133,7 +133,7 @@ class Record(NamedTuple):
         return self.counts().blocks()
 
     def dropped_texts(self) -> list[bytes]:
-        return [self.texts[group] for group in np.unique(self.dropped["group"]).tolist() if group < len(self.texts)]
+        return [self.texts[group] for group in np.unique(self.dropped["group"]).tolist()]
 
 
 def blocks_of(nbytes: int) -> int:
@@ -169,7 +169,10 @@ def claimed_blocks(first: memoryview) -> int:
 
 
 def decode(view: memoryview) -> Record | None:
-    """Decode the record that fills `view`; None if the record is damaged. The result shares no memory with `view`."""
+    """Decode the record that fills `view`; None if the record is damaged. The result shares no memory with `view`.
+
+    A checksum proves no honest writer. So a record whose content contradicts itself counts as damaged, too.
+    """
     raw = bytearray(view)
     if len(raw) < BLOCK_NBYTES or claimed_blocks(memoryview(raw)) * BLOCK_NBYTES != len(raw):
         return None
@@ -177,17 +180,31 @@ def decode(view: memoryview) -> Record | None:
     raw[HEAD.itemsize - 8 : HEAD.itemsize] = bytes(8)
     if xxhash.xxh3_64_intdigest(raw) != head["digest"]:
         return None
-    texts, start = [], HEAD.itemsize
-    for _ in range(int(head["texts"])):
-        end = start + 2 + int.from_bytes(raw[start : start + 2], "little")
-        texts.append(bytes(raw[start + 2 : end]))
-        start = end
+    start, end = HEAD.itemsize, HEAD.itemsize + int(head["texts_nbytes"])
+    counts = {ENTRY: int(head["entries"]), DELETED: int(head["deleted"]), DROPPED: int(head["dropped"])}
+    if end + sum(count * dtype.itemsize for dtype, count in counts.items()) + _FOOT.itemsize > len(raw):
+        return None
+    texts = []
+    while start < end:
+        begin, start = start + 2, start + 2 + int.from_bytes(raw[start : start + 2], "little")
+        texts.append(bytes(raw[begin:start]))
+    if start != end or len(texts) != head["texts"]:
+        return None
     parts = []
-    for dtype, count in ((ENTRY, head["entries"]), (DELETED, head["deleted"]), (DROPPED, head["dropped"])):
-        parts.append(np.frombuffer(raw, dtype, int(count), start))
-        start += int(count) * dtype.itemsize
+    for dtype, count in counts.items():
+        parts.append(np.frombuffer(raw, dtype, count, start))
+        start += count * dtype.itemsize
     kind, incarnation, sequence, number, next_block, segment_blocks = (int(head[name]) for name in Record._fields[:6])
-    return Record(kind, incarnation, sequence, number, next_block, segment_blocks, tuple(texts), *parts)
+    record = Record(kind, incarnation, sequence, number, next_block, segment_blocks, tuple(texts), *parts)
+    return record if _is_consistent(record) else None
+
+
+def _is_consistent(record: Record) -> bool:
+    """Return whether all groups are indices into `texts`, and all chunks lie in the segment."""
+    entries, groups = record.entries, len(record.texts)
+    ends = entries["block"].astype(np.int64) + np.maximum(1, -(-entries["nbytes"].astype(np.int64) // BLOCK_NBYTES))
+    inside = (entries["group"] < groups).all() and (ends <= record.segment_blocks).all()
+    return bool(inside and (record.dropped["group"] < groups).all())
 
 
 def batches(read: Read, *, segment_blocks: int, blocks_there: int) -> Iterator[Record]:
