@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from raykv.config import ClientConfig, ClusterConfig, NamespaceConfig, NodeConfig, StorageConfig
+from raykv.config import ClientConfig, ClusterConfig, NamespaceConfig, NodeConfig, StorageConfig, TlsConfig
 from raykv.embedded import EmbeddedCluster, embedded
 from raykv.errors import (
     CapacityError,
@@ -61,6 +61,7 @@ __all__ = [
     "Reservation",
     "StorageConfig",
     "Ticket",
+    "TlsConfig",
     "TransientError",
     "UsageError",
     "Why",

@@ -4,7 +4,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from raykv.config import ClientConfig, NodeConfig, StorageConfig
+from raykv.config import ClientConfig, NodeConfig, StorageConfig, TlsConfig
 from raykv.membership.membership import InProcessMembership
 from raykv.node.node import Node
 from raykv.protocol.namespace import Namespace
@@ -103,6 +103,7 @@ def embedded(
     separate_hosts: bool = True,
     heartbeat_s: float = 0.1,
     member_timeout_s: float = 1.0,
+    tls: TlsConfig | None = None,
     **storage: Any,
 ) -> EmbeddedCluster:
     """Start a cluster in this process. The caller must close it, or use it in a `with` statement.
@@ -114,11 +115,18 @@ def embedded(
         separate_hosts: Whether each node counts as a separate host. Then chunks travel between nodes through sockets.
         heartbeat_s: Time between two heartbeats of a node.
         member_timeout_s: A node without heartbeats for this long is removed from the view.
+        tls: Certificates of all nodes and clients. None: no TLS.
         storage: Other fields of StorageConfig.
     """
     fields = {"arena_nbytes": arena_nbytes, "shm_dir": None, **storage}
     config = NodeConfig.load(
-        {"cluster": name, "node_id": "node", "storage": StorageConfig.load(fields), "heartbeat_s": heartbeat_s}
+        {
+            "cluster": name,
+            "node_id": "node",
+            "storage": StorageConfig.load(fields),
+            "heartbeat_s": heartbeat_s,
+            "tls": tls,
+        }
     )
     cluster = EmbeddedCluster(config, separate_hosts=separate_hosts, member_timeout_s=member_timeout_s)
     try:

@@ -16,6 +16,8 @@ from xdist.scheduler import LoadFileScheduling
 
 from deployments.local_ray import require_token
 from raykv.memory import native
+from raykv.transport.tls import Tls
+from tests.support.certificates import Authority
 from tests.support.faults import Faults
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +61,18 @@ def shm_dir() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="raykv-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """The CA of a cluster."""
+    return Authority(tmp_path_factory.mktemp("tls") / "cluster")
+
+
+@pytest.fixture(scope="session")
+def tls(authority: Authority) -> Tls:
+    """The certificates of a process of that cluster."""
+    return Tls(authority.issue("node"))
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 import raykv
-from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig, parse_nbytes
+from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig, TlsConfig, parse_nbytes
 from raykv.errors import ConfigError
 
 GIB = 1 << 30
@@ -120,6 +120,36 @@ def test_options_of_tiers_from_outside_travel_with_the_config():
     assert StorageConfig().tiers == {}
     with pytest.raises(ConfigError, match="tiers"):
         StorageConfig.load({"tiers": {"toy": 5}})
+
+
+TLS = {"certificate": "/t/node.pem", "private_key": "/t/node.key", "ca": "/t/ca.pem"}
+
+
+@pytest.mark.parametrize("field", list(TLS))
+def test_tls_that_cannot_be(field):
+    for wrong in ({**TLS, field: "relative.pem"}, {**TLS, field: 5}, {key: TLS[key] for key in TLS if key != field}):
+        with pytest.raises(ConfigError, match=rf"field 'tls\.{field}'"):
+            NodeConfig.load({"node_id": "n", "tls": wrong})
+    with pytest.raises(ConfigError, match=r"unknown field 'tls\.name'"):
+        ClusterConfig.load({"tls": {**TLS, "name": "x"}})
+
+
+def test_tls_travels_with_the_config_of_a_node():
+    config = NodeConfig.load({"node_id": "n", "tls": TLS})
+    assert NodeConfig.load(config.model_dump(mode="json")) == config
+    assert NodeConfig.load({"node_id": "n"}).tls is None
+
+
+def test_the_environment_gives_the_files_for_tls(monkeypatch):
+    assert ClientConfig.from_environment().tls is None
+    for field, path in TLS.items():
+        monkeypatch.setenv(f"RAYKV_TLS_{field.upper()}", path)
+    assert ClientConfig.from_environment().tls == TlsConfig.load(TLS)
+    given = TlsConfig.load({**TLS, "ca": "/other"})
+    assert ClientConfig.from_environment(tls=given).tls == given
+    monkeypatch.delenv("RAYKV_TLS_CA")
+    with pytest.raises(ConfigError, match=r"'tls\.ca'"):
+        ClientConfig.from_environment()
 
 
 def test_configs_are_frozen():

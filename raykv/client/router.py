@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from random import Random
-from typing import Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from raykv.client.parallel import Parallel
 from raykv.client.peer_loads import PeerLoads
 from raykv.client.read_failures import ReadFailures
 from raykv.client.writer import Writer
-from raykv.config import ClientConfig
+from raykv.config import ClientConfig, TlsConfig
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError, TransientError, UsageError
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.metrics import ClientMetrics
@@ -26,6 +26,9 @@ from raykv.protocol.trace_requests import TracedRequest
 from raykv.transport.data_path import PathEnvironment, open_data_paths
 from raykv.transport.pool import ConnectionPool
 from raykv.types import Bits, KeyArray, NodeId, host_identity
+
+if TYPE_CHECKING:
+    from raykv.transport.tls import Tls
 
 Holders: TypeAlias = tuple[NodeId, ...]
 """Nodes that hold one chunk, in the order in which they are asked."""
@@ -64,7 +67,8 @@ class Router:
         """Join through the node at `config.address`.
 
         Raises:
-            ConfigError: There is no address, or the address is "host:port" and there is no secret.
+            ConfigError: There is no address, the address is "host:port" and there is no secret, or a file for TLS is
+                missing or wrong.
             TransientError: No node answers at the address.
         """
         address = config.address
@@ -82,13 +86,15 @@ class Router:
         self._failures, self._retry_at_s = 0, 0.0
         self.local: LocalConnection | None = None
         self.writer: Writer | None = None
-        secret, host = _secret(config), host_identity()
+        secret, host, tls = _secret(config), host_identity(), _open_tls(config.tls)
         deadline_s = self.deadline(None)
         if is_local:
             attached = self._use_local(address, deadline_s)
             host, secret = attached.host, attached.secret
+            if tls is None and attached.tls:
+                tls = self._tls_of_node(attached)
         self._host = host
-        self.pool = ConnectionPool(secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer)
+        self.pool = ConnectionPool(secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer, tls=tls)
         self.paths = open_data_paths(PathEnvironment(self.pool, host, config.verify, self.copy_threads))
         try:
             self.refresh(deadline_s)
@@ -103,6 +109,17 @@ class Router:
         self.local = LocalConnection(address, deadline_s=deadline_s, retry_s=retry_s)
         self.writer = Writer(self.local, self.copy_threads, retry_s=retry_s)
         return self.local.attached
+
+    def _tls_of_node(self, attached: messages.Attached) -> "Tls | None":
+        """Use the certificates of this host's node. Raises ConfigError if this process cannot read them."""
+        try:
+            return _open_tls(TlsConfig.load(attached.tls))
+        except BaseException:  # the caller gets no object that it could close
+            assert self.local is not None
+            assert self.writer is not None
+            self.writer.close()
+            self.local.close()
+            raise
 
     def _find_local(self, deadline_s: float) -> None:
         """Connect to a node of this host if there is one. Called if the client has joined by TCP."""
@@ -319,6 +336,14 @@ class Router:
         self.pool.close()
         if self.local is not None:
             self.local.close()
+
+
+def _open_tls(config: TlsConfig | None) -> "Tls | None":
+    if config is None:
+        return None
+    from raykv.transport.tls import Tls  # imported late: most clients have no TLS
+
+    return Tls(config)
 
 
 def _secret(config: ClientConfig) -> bytes:

@@ -17,6 +17,7 @@ from raykv.config.storage import (
     SsdConfig,
     StorageConfig,
 )
+from raykv.config.tls import TlsConfig
 
 __all__ = [
     "GIB",
@@ -36,6 +37,7 @@ __all__ = [
     "NodeConfig",
     "SsdConfig",
     "StorageConfig",
+    "TlsConfig",
     "environment_of_child",
     "native_wanted",
     "parse_nbytes",

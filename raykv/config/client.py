@@ -6,6 +6,7 @@ from pydantic import Field, SecretStr
 
 from raykv.config.base import Model, Seconds
 from raykv.config.environment import client_fields
+from raykv.config.tls import TlsConfig
 
 
 class ClientConfig(Model):
@@ -14,6 +15,8 @@ class ClientConfig(Model):
     Attributes:
         address: Address of any node: "unix:/path" for a node on this host, "host:port" for another host.
         secret: The cluster's secret, as hexadecimal text; needed only for "host:port".
+        tls: Certificates for connections to other hosts. None: those of the node on this host, if the client has joined
+            through it; otherwise no TLS.
         timeout_s: Time limit of calls that give no `timeout_s`. In a `get`, chunks that arrive later count as misses.
         breaker_s: If a peer does not answer, the client sends no further request to this peer for this long.
         connections_per_peer: At most this many idle connections to one peer stay open. Further connections are closed.
@@ -27,6 +30,7 @@ class ClientConfig(Model):
 
     address: str | None = None
     secret: SecretStr | None = None
+    tls: TlsConfig | None = None
     timeout_s: Seconds = 5.0
     breaker_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
     connections_per_peer: Annotated[int, Field(ge=1, le=64)] = 4
@@ -36,5 +40,5 @@ class ClientConfig(Model):
 
     @classmethod
     def from_environment(cls, **explicit: Any) -> Self:
-        """Make the config. RAYKV_ADDRESS and RAYKV_SECRET are the defaults of `address` and `secret`."""
+        """Make the config. Environment variables are the defaults: see `raykv.config.environment.client_fields`."""
         return cls.load(client_fields() | {key: value for key, value in explicit.items() if value is not None})

@@ -2,12 +2,24 @@
 
 import os
 import sys
+from typing import Any
 
 
-def client_fields() -> dict[str, str]:
-    """Return the fields of ClientConfig that RAYKV_ADDRESS and RAYKV_SECRET set. An empty variable counts as unset."""
-    variables = {"address": "RAYKV_ADDRESS", "secret": "RAYKV_SECRET"}
-    return {field: os.environ[variable] for field, variable in variables.items() if os.environ.get(variable)}
+def client_fields() -> dict[str, Any]:
+    """Return the fields of ClientConfig that environment variables set. An empty variable counts as unset.
+
+    RAYKV_ADDRESS and RAYKV_SECRET set `address` and `secret`. RAYKV_TLS_CERTIFICATE, RAYKV_TLS_PRIVATE_KEY and
+    RAYKV_TLS_CA set the fields of `tls`.
+    """
+    found: dict[str, Any] = _variables({"address": "RAYKV_ADDRESS", "secret": "RAYKV_SECRET"})
+    names = ("certificate", "private_key", "ca")
+    if tls := _variables({name: f"RAYKV_TLS_{name.upper()}" for name in names}):
+        found["tls"] = tls
+    return found
+
+
+def _variables(fields: dict[str, str]) -> dict[str, str]:
+    return {field: os.environ[variable] for field, variable in fields.items() if os.environ.get(variable)}
 
 
 def environment_of_child() -> dict[str, str]:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from raykv.config.base import Model, Name, Nbytes, Seconds
 from raykv.config.storage import StorageConfig
+from raykv.config.tls import TlsConfig
 
 
 class NodeConfig(Model):
@@ -22,6 +23,7 @@ class NodeConfig(Model):
         io_timeout_s: A peer that stalls for this long in the middle of a message is disconnected.
         max_connections: At most this many connections are served at once. Further connections are refused.
         storage: The node's memory and tiers.
+        tls: Certificates for all TCP connections of this node. None: no TLS.
     """
 
     cluster: Name = "default"
@@ -32,6 +34,7 @@ class NodeConfig(Model):
     heartbeat_s: Seconds = 1.0
     io_timeout_s: Seconds = 10.0
     max_connections: Annotated[int, Field(ge=4, le=65536)] = 1024
+    tls: TlsConfig | None = None
 
     @property
     def file_prefix(self) -> Path | None:
@@ -61,6 +64,7 @@ class ClusterConfig(Model):
             nodes, in proportion to its share of the load. None means no replicas.
         separate_hosts: If true, Ray nodes on one machine do not read each other's shared memory. This simulates a
             network, for tests and demonstrations.
+        tls: Certificates of each node. The files must be on every host. None: no TLS.
     """
 
     name: Name = "default"
@@ -69,3 +73,4 @@ class ClusterConfig(Model):
     member_timeout_s: Seconds = 5.0
     hot_nbytes_per_s: Nbytes | None = 16_000_000
     separate_hosts: bool = False
+    tls: TlsConfig | None = None

@@ -74,14 +74,20 @@ class Node:
         """Create the node's memory, or map the memory of the node's previous process. `start` opens the sockets.
 
         Raises:
-            ConfigError: There is no room for the memory, or a path is too long for a Unix socket.
+            ConfigError: There is no room for the memory, a path is too long for a Unix socket, or a file for TLS is
+                missing or wrong.
         """
         if len(config.local_address.removeprefix("unix:")) > UNIX_PATH_MAX:
             raise ConfigError(
                 f"field 'node_id': {config.local_address!r} is longer than a socket's name may be ({UNIX_PATH_MAX}); "
                 "choose a shorter node_id, cluster or shm_dir"
             )
-        self.config = config
+        tls = None
+        if config.tls is not None:
+            from raykv.transport.tls import Tls  # imported late: most nodes have no TLS
+
+            tls = Tls(config.tls)
+        self.config, self._tls = config, tls
         self._secret, self._membership = secret, membership
         self.failure: BaseException | None = None
         self.lock, self._stopping = threading.Lock(), threading.Event()
@@ -90,7 +96,7 @@ class Node:
         store = self.store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
         mover = self.mover = open_tiers(config, store, self.lock, changed=self._wake_all)
         self.reconciler = NamespaceReconciler(store, self.lock, mover, registry_paths(config), self._wake_all)
-        self._pool = ConnectionPool(secret, breaker_s=config.heartbeat_s, max_idle=2)
+        self._pool = ConnectionPool(secret, breaker_s=config.heartbeat_s, max_idle=2, tls=tls)
         self.location_index = index = LocationIndex()
         announcer = self._announcer = Announcer(config, store, self.lock, mover, index, self._pool, changed)
         self._reclaimer = Reclaimer(config, store, self.lock, mover, announcer, due)
@@ -128,7 +134,12 @@ class Node:
         endpoints = {}
         for name, address in (("tcp", config.bind), ("unix", config.local_address)):
             server = SocketServer(
-                self, address, self._secret, io_timeout_s=config.io_timeout_s, max_connections=config.max_connections
+                self,
+                address,
+                self._secret,
+                io_timeout_s=config.io_timeout_s,
+                max_connections=config.max_connections,
+                tls=self._tls,
             )
             self._servers.append(server)
             endpoints[name] = server.address
@@ -337,6 +348,7 @@ class Node:
         return Reply(messages.Done())
 
     def _attach(self, request: messages.Attach, session: NodeSession) -> Reply:
+        tls = self.config.tls
         return Reply(
             messages.Attached(
                 node_id=self.config.node_id,
@@ -345,5 +357,6 @@ class Node:
                 arena=str(self.store.arena.path),
                 secret=self._secret if session.local else b"",
                 tiers=bool(self.mover),
+                tls=tls.model_dump(mode="json") if tls is not None and session.local else {},
             )
         )

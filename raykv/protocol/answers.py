@@ -38,7 +38,8 @@ class Attached(Message):
     """Name of a node, and paths of its shared-memory files (`table` and `arena`).
 
     `secret`: the cluster's secret if the client is a process of the node's user on this host; otherwise empty. `tiers`:
-    whether the node has tiers below memory (SSD or file), from which chunks can be promoted.
+    whether the node has tiers below memory (SSD or file), from which chunks can be promoted. `tls`: the fields of the
+    node's TlsConfig, for the same clients as `secret`; empty without TLS.
     """
 
     node_id: NodeId
@@ -47,6 +48,7 @@ class Attached(Message):
     arena: str
     secret: bytes = b""
     tiers: bool = False
+    tls: dict[str, str] = {}
 
     def __repr__(self) -> str:
         """Show all fields, but hide the value of the secret: this text may be logged."""

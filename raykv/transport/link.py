@@ -3,7 +3,7 @@
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from raykv.errors import PeerUnavailable, ProtocolError, RayKVError
 from raykv.protocol.codec import encode, raise_failure
@@ -13,6 +13,9 @@ from raykv.transport.base import MAX_POSTED, Runs, Targets, remaining
 from raykv.transport.forking import drop_after_fork
 from raykv.transport.handshake import greet_server, require_same_user
 from raykv.transport.stream import Stream
+
+if TYPE_CHECKING:
+    from raykv.transport.tls import Tls
 
 TICK_S: Final = 0.01
 """A call over a link may overrun its deadline by at most this many seconds."""
@@ -38,16 +41,19 @@ class Link:
         drop_after_fork(self)
 
     @classmethod
-    def connect(cls, address: str, secret: bytes, *, deadline_s: float) -> "Link":
+    def connect(cls, address: str, secret: bytes, *, deadline_s: float, tls: "Tls | None" = None) -> "Link":
         """Connect and do the handshake.
 
         Args:
             address: "host:port", "unix:/path", or "unix:@name" for an abstract Unix socket.
             secret: The cluster's secret; not used over Unix sockets.
+            deadline_s: When to give up.
+            tls: The certificates for TLS, which the server must have too. Not used over Unix sockets.
 
         Raises:
-            PeerUnavailable: Nothing listens at the address, the deadline has passed, or the secret or user differs.
-            ProtocolError: The peer speaks another protocol or version.
+            WrongSecret: The peer does not know the secret. This is a PeerUnavailable.
+            PeerUnavailable: Nothing listens at the address, the deadline has passed, or the user differs.
+            ProtocolError: The peer speaks another protocol or version, or one end refuses the other's certificate.
         """
         family, where = parse_address(address)
         try:
@@ -62,6 +68,8 @@ class Link:
                 secret = b""
             else:
                 tune(connection)
+                if tls is not None:
+                    connection = tls.wrap(connection)
             stream = Stream(connection, tick_s=TICK_S)
             greet_server(stream, secret, deadline_s)
         except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # Overflow, Unicode: invalid port or name

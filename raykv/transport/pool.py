@@ -3,12 +3,16 @@
 import threading
 import time
 from collections.abc import Callable, Container
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from raykv.errors import PeerUnavailable, RayKVError, TransientError
 from raykv.transport.base import remaining
 from raykv.transport.forking import drop_after_fork
+from raykv.transport.handshake import WrongSecret
 from raykv.transport.link import Link
+
+if TYPE_CHECKING:
+    from raykv.transport.tls import Tls
 
 T = TypeVar("T")
 
@@ -22,12 +26,22 @@ class ConnectionPool:
     Attributes:
         secret: The cluster's secret, for new links.
         epoch: The greatest epoch in any answer so far. An epoch is the version of the sender's list of members.
+        learn_secret: Returns the secret that the cluster uses now; it gets the deadline. The pool calls it if a peer
+            does not know `secret`, which may have been rotated. None: nobody can be asked.
         failures: Number of requests that tripped a breaker, or were refused because a breaker had tripped.
     """
 
-    def __init__(self, secret: bytes, *, breaker_s: float, max_idle: int) -> None:
-        """`breaker_s`: how long a tripped breaker pauses requests. `max_idle`: limit of idle links to one address."""
-        self._breaker_s, self._max_idle = breaker_s, max_idle
+    def __init__(self, secret: bytes, *, breaker_s: float, max_idle: int, tls: "Tls | None" = None) -> None:
+        """Make a pool without links.
+
+        Args:
+            secret: The cluster's secret.
+            breaker_s: How long a tripped breaker pauses requests.
+            max_idle: Limit of idle links to one address.
+            tls: The certificates for TLS, if the cluster uses TLS.
+        """
+        self._breaker_s, self._max_idle, self._tls = breaker_s, max_idle, tls
+        self.learn_secret: Callable[[float], bytes] | None = None
         self.secret, self.epoch, self.failures = secret, 0, 0
         self._idle: dict[str, list[Link]] = {}
         self._tripped_until_s: dict[str, float] = {}
@@ -68,11 +82,21 @@ class ConnectionPool:
                     self._trip(address)
                     raise
         try:
-            return self._run(address, Link.connect(address, self.secret, deadline_s=deadline_s), request)
+            return self._run(address, self._connect(address, deadline_s), request)
         except TransientError:
             if not (short and time.monotonic() >= deadline_s):
                 self._trip(address)
             raise
+
+    def _connect(self, address: str, deadline_s: float) -> Link:
+        secret = self.secret
+        try:
+            return Link.connect(address, secret, deadline_s=deadline_s, tls=self._tls)
+        except WrongSecret:
+            if self.learn_secret is None or (learned := self.learn_secret(deadline_s)) == secret:
+                raise
+        self.secret = learned
+        return Link.connect(address, learned, deadline_s=deadline_s, tls=self._tls)
 
     def _run(self, address: str, link: Link, request: Callable[[Link], T]) -> T:
         good = False

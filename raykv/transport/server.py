@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from raykv.errors import PeerUnavailable, ProtocolError, RayKVError
 from raykv.memory.host import give_way
@@ -21,6 +21,9 @@ from raykv.transport.base import Service, Session
 from raykv.transport.forking import drop_after_fork
 from raykv.transport.handshake import greet_client, require_same_user
 from raykv.transport.stream import Stream
+
+if TYPE_CHECKING:
+    from raykv.transport.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -75,16 +78,24 @@ class SocketServer:
     """
 
     def __init__(
-        self, service: Service, address: str, secret: bytes, *, io_timeout_s: float, max_connections: int
+        self,
+        service: Service,
+        address: str,
+        secret: bytes,
+        *,
+        io_timeout_s: float,
+        max_connections: int,
+        tls: "Tls | None" = None,
     ) -> None:
         """Start to listen. Clients that connect before `serve` is called have to wait.
 
         Args:
             service: Handles the requests.
             address: "host:port", "unix:/path", or "unix:@name" for an abstract Unix socket.
-            secret: The cluster's secret; not used over Unix sockets.
+            secret: The cluster's secret; not used over Unix sockets. See `accept_secrets`.
             io_timeout_s: If a peer stalls for this long within a message or payload, the connection is ended.
             max_connections: Limit of connections after the handshake. Further connections are refused.
+            tls: The certificates for TLS, which all clients must use then. Not used over Unix sockets.
 
         Raises:
             ConfigError: The server cannot listen on the address.
@@ -92,9 +103,11 @@ class SocketServer:
         self._service, self._io_timeout_s, self._max_connections = service, io_timeout_s, max_connections
         self._listener, self.address = listen(address)
         self._local = self._listener.family == socket.AF_UNIX
-        self._secret = b"" if self._local else secret
+        self._tls = None if self._local else tls
+        self._accepted: tuple[bytes, ...] = (b"" if self._local else secret,)
         self._shaking: dict[socket.socket, threading.Thread] = {}  # in the handshake, oldest first
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._secrets: dict[socket.socket, bytes] = {}  # the secret that the client of each connection has proved
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._log = LogLimit(log)
@@ -105,6 +118,19 @@ class SocketServer:
     def serve(self) -> None:
         """Start to accept connections."""
         self._thread.start()
+
+    def accept_secrets(self, accepted: tuple[bytes, ...]) -> None:
+        """Let clients use any of these secrets, and no other. Over Unix sockets this has no effect.
+
+        Connections with another secret end. Before that, requests that have arrived are answered.
+        """
+        if self._local:
+            return
+        with self._lock:
+            self._accepted = accepted
+            ended = [connection for connection, secret in self._secrets.items() if secret not in accepted]
+        for connection in ended:
+            _cut(connection, socket.SHUT_RD)
 
     def close(self) -> None:
         """Stop listening, end all connections, and wait for their threads, at most HANDSHAKE_TIMEOUT_S for each."""
@@ -129,19 +155,24 @@ class SocketServer:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                connection, _ = self._listener.accept()
+                connection, peer = self._listener.accept()
             except OSError:
                 if self._closed.is_set():
                     return
                 time.sleep(0.05)  # probably no file descriptor is free, so wait until a connection ends
                 continue
-            if not self._start_thread(connection):
+            try:
+                connection = connection if self._tls is None else self._tls.wrap(connection, server=True)
+                started = self._start_thread(connection, peer)
+            except OSError:  # the connection has ended already
+                started = False
+            if not started:
                 self.refused += 1
                 connection.close()
 
-    def _start_thread(self, connection: socket.socket) -> bool:
+    def _start_thread(self, connection: socket.socket, peer: object) -> bool:
         """Start the thread of a connection. Returns False if the connection cannot be served."""
-        thread = threading.Thread(target=self._serve, args=(connection,), name="raykv-serve", daemon=True)
+        thread = threading.Thread(target=self._serve, args=(connection, peer), name="raykv-serve", daemon=True)
         with self._lock:
             if self._closed.is_set():
                 return False
@@ -154,14 +185,20 @@ class SocketServer:
             self._shaking[connection] = thread
         return True
 
-    def _admit(self, connection: socket.socket) -> None:
-        """Record that a connection passed the handshake. Raises PeerUnavailable if too many connections are open."""
+    def _admit(self, connection: socket.socket, secret: bytes) -> None:
+        """Record that a connection passed the handshake with this secret.
+
+        Raises PeerUnavailable if too many connections are open, or if the secret is not accepted any more.
+        """
         with self._lock:
+            if secret not in self._accepted:
+                raise PeerUnavailable("the secret was replaced during the handshake")
             if self._closed.is_set() or len(self._connections) >= self._max_connections:
                 raise PeerUnavailable(f"{self._max_connections} connections already")
             self._connections[connection] = self._shaking.pop(connection)
+            self._secrets[connection] = secret
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, peer: object) -> None:
         session: Session | None = None
         try:
             stream = self._shake_hands(connection)
@@ -171,8 +208,8 @@ class SocketServer:
         except (OSError, RayKVError) as error:
             if not self._closed.is_set():
                 self.refused += session is None
-                wrong = session is not None and isinstance(error, ProtocolError)
-                self._log.write(logging.WARNING if wrong else logging.DEBUG, "connection ended: %s", error)
+                level = logging.WARNING if isinstance(error, ProtocolError) else logging.DEBUG
+                self._log.write(level, "connection from %s ended: %s", peer or "this host", error)
         except Exception:  # noqa: BLE001  a bug in the service ends this connection, not the server
             self.bugs += 1
             self._log.write(logging.ERROR, "connection ended by a bug", trace=True)
@@ -182,6 +219,7 @@ class SocketServer:
             with self._lock:
                 self._connections.pop(connection, None)
                 self._shaking.pop(connection, None)
+                self._secrets.pop(connection, None)
             connection.close()
 
     def _shake_hands(self, connection: socket.socket) -> Stream:
@@ -193,7 +231,7 @@ class SocketServer:
             tune(connection)
         stream = Stream(connection, tick_s=TICK_S)
         admit = partial(self._admit, connection)
-        greet_client(stream, self._secret, admit, time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        greet_client(stream, self._accepted, admit, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         stream.set_tick(self._io_timeout_s)
         return stream
 
@@ -227,9 +265,10 @@ class SocketServer:
             stream.send(encode(second, self._service.epoch, request_id), time.monotonic() + stall_s)
 
 
-def _cut(connection: socket.socket) -> None:
+def _cut(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     """Shut down a connection. The thread that serves the connection wakes up and closes it."""
     try:
-        connection.shutdown(socket.SHUT_RDWR)
+        # Not the method of SSLSocket: it turns TLS off, and the thread would go on in plain text.
+        socket.socket.shutdown(connection, how)
     except OSError:
         pass

@@ -1,43 +1,31 @@
 """Sends and receives messages and their payloads on one connected socket, with deadlines.
 
-The socket is blocking. The kernel ends each wait after a tick (socket options SO_RCVTIMEO and SO_SNDTIMEO), so that
-the methods can check the deadline. Python's own time-outs would need a `poll` before each system call.
+The system calls are in `raykv.transport.channel`. Each ends after a tick, so that the methods can check the deadline.
 
 A short message is received into a buffer of READ_AHEAD_NBYTES. The same system call may also receive the first bytes of
 the payload. These bytes are copied to their target later. All other payload bytes are received directly into their
 target.
 """
 
-import math
-import os
-import select
 import socket
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from raykv.errors import PeerUnavailable
-from raykv.memory import native
-from raykv.memory.copying import TINY_NBYTES
+from raykv.errors import PeerUnavailable, TransientError
+from raykv.memory.copying import TINY_NBYTES, checksums_of
 from raykv.protocol.codec import HEADER, Header, decode, decode_header
 from raykv.protocol.messages import Answer, Request
 from raykv.transport.base import ChunkRun, Runs
+from raykv.transport.channel import LATE, STEP_PIECES, Channel, PlainChannel
 from raykv.transport.seal import TAG_NBYTES, Seal
 
 READ_AHEAD_NBYTES: Final = 4096
 STEP_NBYTES: Final = 1 << 20
 """A server passes at most this many payload bytes to one `sendmsg`. If a peer does not accept these bytes within a time
 limit, the server ends the connection."""
-STEP_PIECES: Final = 1024
-"""One `sendmsg` or `recvmsg_into` gets at most this many views, because Linux refuses more (IOV_MAX)."""
 
 _HEADER_NBYTES: Final = HEADER.size
-_WAITALL: Final = socket.MSG_WAITALL
-_DONTWAIT: Final = socket.MSG_DONTWAIT
-_CLOSED: Final = "the peer closed the connection"
-_LATE: Final = "the deadline has passed"
-_LATE_END: Final = 1  # `receive` in native/ returns this after the deadline
 
 
 class Stream:
@@ -52,9 +40,9 @@ class Stream:
     """
 
     def __init__(self, connection: socket.socket, *, tick_s: float) -> None:
-        """Use a connected socket. `tick_s`: see `set_tick`."""
+        """Use a connected socket, or an `ssl.SSLSocket` before its TLS handshake. `tick_s`: see `set_tick`."""
         self.socket = connection
-        connection.settimeout(None)
+        self._channel = _channel_of(connection)
         self.set_tick(tick_s)
         self._ahead = memoryview(bytearray(READ_AHEAD_NBYTES))
         self._start = self._end = 0  # range of the bytes in `_ahead` that are not used yet
@@ -63,9 +51,12 @@ class Stream:
 
     def set_tick(self, tick_s: float) -> None:
         """Let each system call wait for at most `tick_s` seconds. A method may overrun its deadline by this long."""
-        tick = struct.pack("ll", int(tick_s), int(tick_s % 1 * 1e6) + 1)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        self._channel.set_tick(tick_s)
+
+    def secure(self, deadline_s: float) -> None:
+        """Do the TLS handshake if the connection has TLS. Raises ProtocolError if the peer's certificate is refused."""
+        while not self._channel.begin():
+            _require_time(deadline_s)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
@@ -90,13 +81,7 @@ class Stream:
     def _send_some(self, pieces: list[memoryview], deadline_s: float) -> None:
         """Send at most STEP_PIECES pieces. Even if the deadline has passed, there is one attempt."""
         while pieces:
-            try:
-                sent = self.socket.sendmsg(pieces)
-            except BlockingIOError:
-                sent = 0
-            except OSError as error:
-                raise _lost(error) from error
-            pieces = _after(pieces, sent)
+            pieces = _after(pieces, self._channel.send(pieces))
             if pieces:
                 _require_time(deadline_s)
 
@@ -154,15 +139,13 @@ class Stream:
         until_s = time.monotonic() + timeout_s
         try:
             while not self._begun():
-                if self._read_ahead(_DONTWAIT):
+                if self._read_ahead(wait=False):
                     continue
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     return False
-                poll = select.poll()
-                poll.register(self.socket.fileno(), select.POLLIN)
-                poll.poll(math.ceil(min(left_s, 1e6) * 1e3))
-        except PeerUnavailable:
+                self._channel.poll(left_s)
+        except TransientError:
             pass
         return True
 
@@ -174,26 +157,14 @@ class Stream:
         length: int = HEADER.unpack_from(here)[-1]
         return len(here) >= min(_HEADER_NBYTES + length + self._tag_nbytes, READ_AHEAD_NBYTES)
 
-    def _read_ahead(self, flags: int = 0) -> int:
-        """Read bytes into the buffer. Returns their number. Waits for up to a tick, unless `flags` is MSG_DONTWAIT."""
+    def _read_ahead(self, *, wait: bool = True) -> int:
+        """Read bytes into the buffer. Returns their number. Waits for up to a tick if `wait` is True."""
         if self._start:
             left = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(left)] = left
             self._start, self._end = 0, len(left)
-        got = self._receive([self._ahead[self._end :]], flags)
+        got = self._channel.receive([self._ahead[self._end :]], wait=wait)
         self._end += got
-        return got
-
-    def _receive(self, views: list[memoryview], flags: int) -> int:
-        """Receive into views. Returns the number of bytes; 0 when none arrived within a tick."""
-        try:
-            got = self.socket.recvmsg_into(views, 0, flags)[0]
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise _lost(error) from error
-        if not got:
-            raise PeerUnavailable(_CLOSED)
         return got
 
     # -- receiving payloads -----------------------------------------------------------------------------------------
@@ -205,35 +176,25 @@ class Stream:
         return bytes(raw)
 
     def fill(self, run: Sequence[memoryview] | ChunkRun, deadline_s: float) -> None:
-        """Fill views in order. If possible, compiled code fills the views of a ChunkRun, and computes checksums."""
+        """Fill views in order. The chunks of a ChunkRun are hashed on the way, by compiled code if possible."""
         if not isinstance(run, ChunkRun):
             self._fill_views(run, deadline_s)
-        elif native.loops is not None and run.sizes and min(run.sizes) > TINY_NBYTES:
-            self._fill_chunks(run, deadline_s)
-        else:
-            for chunk in run.chunks:
-                self._fill_views(chunk, deadline_s)
-                run.full += 1
-
-    def _fill_chunks(self, run: ChunkRun, deadline_s: float) -> None:
-        assert native.loops is not None
+            return
         ahead = self._ahead[self._start : self._end]
-        checksums = bytearray(8 * len(run.sizes)) if run.hashed else None
-        end, run.full = native.loops.receive(self.socket.fileno(), ahead, run.chunks, checksums, deadline_s)
-        self._start += min(len(ahead), sum(run.sizes))
-        if checksums is not None:
-            run.checksums = bytes(checksums[: 8 * run.full])
-        if end < 0:
-            error = OSError(-end, os.strerror(-end))
-            raise _lost(error) from error
-        if end:
-            raise PeerUnavailable(_LATE if end == _LATE_END else _CLOSED)
+        if run.sizes and min(run.sizes) > TINY_NBYTES and self._channel.fill_chunks(ahead, run, deadline_s):
+            self._start += min(len(ahead), sum(run.sizes))
+            return
+        for chunk in run.chunks:
+            self._fill_views(chunk, deadline_s)
+            run.full += 1
+            if run.hashed:
+                run.checksums += checksums_of([chunk])  # now, while its bytes are in the CPU cache
 
     def _fill_views(self, views: Sequence[memoryview], deadline_s: float) -> None:
         pieces = [piece for piece in self._use_read_ahead(views) if len(piece)]
         while pieces:
             _require_time(deadline_s)
-            pieces = _after(pieces, self._receive(pieces[:STEP_PIECES], _WAITALL))
+            pieces = _after(pieces, self._channel.receive(pieces[:STEP_PIECES], fill=True))
 
     def _use_read_ahead(self, views: Sequence[memoryview]) -> list[memoryview]:
         """Fill views with the bytes that were read ahead. Returns the views that are not full yet."""
@@ -248,6 +209,14 @@ class Stream:
             else:
                 del left[0]
         return left
+
+
+def _channel_of(connection: socket.socket) -> Channel:
+    if type(connection) is socket.socket:
+        return PlainChannel(connection)
+    from raykv.transport.tls import TlsChannel  # imported late: few processes need ssl, whose import takes 10 ms
+
+    return TlsChannel(connection)
 
 
 def _steps(message: memoryview, pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
@@ -277,8 +246,4 @@ def _after(pieces: list[memoryview], moved: int) -> list[memoryview]:
 
 def _require_time(deadline_s: float) -> None:
     if time.monotonic() >= deadline_s:
-        raise PeerUnavailable(_LATE)
-
-
-def _lost(error: OSError) -> PeerUnavailable:
-    return PeerUnavailable(f"connection lost: {error.strerror or error}")
+        raise PeerUnavailable(LATE)

@@ -73,7 +73,7 @@ def no_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let clients call a node again right after a timeout, so that each request calls the stopped node."""
     monkeypatch.setattr(
         "raykv.client.router.ConnectionPool",
-        lambda secret, breaker_s, max_idle: ConnectionPool(secret, breaker_s=0.0, max_idle=max_idle),
+        lambda secret, breaker_s, max_idle, tls: ConnectionPool(secret, breaker_s=0.0, max_idle=max_idle, tls=tls),
     )
 
 

@@ -11,6 +11,7 @@ from raykv.node.node import Node
 from raykv.protocol.messages import Answer, Message
 from raykv.transport.base import remaining
 from raykv.transport.link import Link
+from raykv.transport.tls import Tls
 
 
 class Faults:
@@ -38,9 +39,9 @@ class Faults:
     def restore(self, node: Node) -> None:
         self._silent.difference_update(node.member.endpoints.values())
 
-    def _connect_or_fail(self, address: str, secret: bytes, *, deadline_s: float) -> Link:
+    def _connect_or_fail(self, address: str, secret: bytes, *, deadline_s: float, tls: Tls | None = None) -> Link:
         self._send(address, deadline_s)
-        link = self._connect(address, secret, deadline_s=deadline_s)
+        link = self._connect(address, secret, deadline_s=deadline_s, tls=tls)
         self._addresses[link] = address
         return link
 

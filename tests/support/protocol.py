@@ -55,7 +55,7 @@ EXAMPLES = [
     messages.Leave("a"),
     messages.Done(),
     messages.Count(3),
-    messages.Attached("a", "h", "/t", "/a", b"secret", True),
+    messages.Attached("a", "h", "/t", "/a", b"secret", True, {"ca": "/c"}),
     messages.ViewIs(VIEW),
     messages.Lent(b"r", b"o"),
     messages.Committed((messages.CommittedRun(b"u", b"r", b"o", "why not"),)),

@@ -15,6 +15,7 @@ from raykv.transport.addresses import parse_address
 from raykv.transport.base import Reply
 from raykv.transport.handshake import greet_client, greet_server
 from raykv.transport.stream import Stream
+from raykv.transport.tls import Tls
 
 SECRET = b"s" * 32
 
@@ -83,23 +84,27 @@ class WarehouseSession:
         self.closed.set()
 
 
-def raw_socket(address: str) -> socket.socket:
-    """A connection to a server, before the handshake."""
+def raw_socket(address: str, tls: Tls | None = None) -> socket.socket:
+    """A connection to a server, before the handshake of raykv but behind that of TLS."""
     family, where = parse_address(address)
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.settimeout(5.0)
     connection.connect(where)
+    if tls is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # otherwise a handshake takes 40 ms
+        connection = tls.wrap(connection)
+        connection.do_handshake()
     return connection
 
 
-def member_socket(address: str, secret: bytes = SECRET) -> socket.socket:
+def member_socket(address: str, tls: Tls | None = None) -> socket.socket:
     """A connection after the handshake, over which a test can send any bytes."""
-    return member_stream(address, secret).socket
+    return member_stream(address, tls=tls).socket
 
 
-def member_stream(address: str, secret: bytes = SECRET) -> Stream:
+def member_stream(address: str, secret: bytes = SECRET, *, tls: Tls | None = None) -> Stream:
     """A connection after the handshake, over which a test can send any message. The stream adds its tag."""
-    stream = stream_on(raw_socket(address))
+    stream = stream_on(raw_socket(address, tls))
     greet_server(stream, b"" if address.startswith("unix:") else secret, soon())
     return stream
 
@@ -110,6 +115,7 @@ def stream_on(connection: socket.socket) -> Stream:
 
 def is_closed(connection: socket.socket, after: bytes | None = None) -> bool:
     """Whether the other end closes the connection. If `after` is given, first send `after` and end our side."""
+    connection.settimeout(5.0)
     try:
         if after is not None:
             connection.sendall(after)
@@ -142,7 +148,7 @@ class LyingServer:
         connection, _ = self._listener.accept()
         with connection:
             stream = stream_on(connection)
-            greet_client(stream, SECRET, lambda: None, soon())
+            greet_client(stream, [SECRET], lambda secret: None, soon())
             for _ in range(self._after):
                 stream.message(soon())
             with contextlib.suppress(PeerUnavailable):  # the client may have closed the link already

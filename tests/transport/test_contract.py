@@ -14,6 +14,7 @@ from raykv.protocol import messages
 from raykv.transport.base import MAX_POSTED, Runs
 from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
+from raykv.transport.tls import Tls
 from tests.support.transports import SECRET, Warehouse, soon
 
 
@@ -21,6 +22,7 @@ class LinkContract:
     """The tests. Subclasses give the address of the server."""
 
     local: bool
+    tls: Tls | None = None
     stock = bytes(range(256)) * 9001  # 2.3 MB: more than any socket buffer
 
     def address(self, tmp: str) -> str:
@@ -28,9 +30,9 @@ class LinkContract:
 
     def serve(self, service: Warehouse, tmp: str) -> tuple[Callable[[], Link], Callable[[], None]]:
         """Start a server. Returns a function that connects to it, and a function that stops it."""
-        server = SocketServer(service, self.address(tmp), SECRET, io_timeout_s=5.0, max_connections=64)
+        server = SocketServer(service, self.address(tmp), SECRET, io_timeout_s=5.0, max_connections=64, tls=self.tls)
         server.serve()
-        return lambda: Link.connect(server.address, SECRET, deadline_s=soon()), server.close
+        return lambda: Link.connect(server.address, SECRET, deadline_s=soon(), tls=self.tls), server.close
 
     @pytest.fixture
     def service(self):
@@ -308,6 +310,12 @@ class TestTcp(LinkContract):
 
     def address(self, tmp: str) -> str:
         return "127.0.0.1:0"
+
+
+class TestTls(TestTcp):
+    @pytest.fixture(autouse=True)
+    def use_tls(self, tls):
+        self.tls = tls
 
 
 class TestUnix(LinkContract):

@@ -13,7 +13,7 @@ from raykv.errors import ProtocolError, RayKVError, TransientError
 from raykv.memory.copying import checksum_of
 from raykv.protocol import codec, messages
 from raykv.transport.bulk_write import hashed
-from raykv.transport.handshake import GREETING, PROOF_NBYTES
+from raykv.transport.handshake import GREETING, KEY_ID_NBYTES, PROOF_NBYTES
 from raykv.transport.link import Link
 from raykv.transport.seal import TAG_NBYTES, Seal
 from tests.support.nodes import Peer, keys_of, running_node, wait_until
@@ -21,7 +21,7 @@ from tests.support.transports import SECRET, is_closed, member_stream, soon
 
 PAGE = 4096
 DIGEST = raykv.Namespace(model="m").group.digest
-OF_CLIENT, OF_SERVER = GREETING.size + PROOF_NBYTES, GREETING.size + PROOF_NBYTES + 1
+OF_CLIENT, OF_SERVER = GREETING.size + KEY_ID_NBYTES + PROOF_NBYTES, GREETING.size + PROOF_NBYTES + 1
 """Bytes of the handshake that each end sends."""
 
 

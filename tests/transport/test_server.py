@@ -15,6 +15,8 @@ from raykv.transport import handshake, server
 from raykv.transport.addresses import parse_address
 from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
+from raykv.transport.stream import Stream
+from tests.support.nodes import wait_until
 from tests.support.transports import (
     SECRET,
     Warehouse,
@@ -34,10 +36,11 @@ def service():
     return Warehouse(bytes(30 << 20))
 
 
-@pytest.fixture(params=["tcp", "unix"])
+@pytest.fixture(params=["tcp", "tls", "unix"])
 def served(request, service):
-    address = "127.0.0.1:0" if request.param == "tcp" else f"unix:@raykv-test-{time.monotonic_ns()}"
-    made = SocketServer(service, address, SECRET, io_timeout_s=0.3, max_connections=8)
+    address = f"unix:@raykv-test-{time.monotonic_ns()}" if request.param == "unix" else "127.0.0.1:0"
+    tls = request.getfixturevalue("tls") if request.param == "tls" else None
+    made = SocketServer(service, address, SECRET, io_timeout_s=0.3, max_connections=8, tls=tls)
     made.serve()
     yield made
     made.close()
@@ -46,7 +49,7 @@ def served(request, service):
 
 
 def connect(served: SocketServer, seconds: float = 5.0) -> Link:
-    return Link.connect(served.address, SECRET, deadline_s=soon(seconds))
+    return Link.connect(served.address, SECRET, deadline_s=soon(seconds), tls=served._tls)
 
 
 def serves(served: SocketServer) -> bool:
@@ -60,7 +63,7 @@ def header(length: int, version: int = VERSION, request_id: int = 1) -> bytes:
 
 def test_garbage_before_the_handshake(served, rng):
     for length in (0, 1, 10, 38, 39, 40, 71, 200, 100_000):
-        with raw_socket(served.address) as stream:
+        with raw_socket(served.address, served._tls) as stream:
             assert is_closed(stream, after=rng.randbytes(length))
         assert serves(served)
     assert served.refused == 9
@@ -75,9 +78,9 @@ def test_garbage_after_the_handshake(served, rng):
         header(100_000) + b"\x91" * 100_000,
         *(rng.randbytes(1000) for _ in range(20)),
     ):
-        with member_socket(served.address) as plain:
+        with member_socket(served.address, served._tls) as plain:
             assert is_closed(plain, after=body)
-        stream = member_stream(served.address)
+        stream = member_stream(served.address, tls=served._tls)
         with stream.socket:
             stream.send(body, soon())
             assert is_closed(stream.socket, after=b"")
@@ -104,7 +107,7 @@ def test_random_frames_never_stop_a_server(served, rng, recwarn):
         if rng.random() < 0.2:  # replace the body by as many random bytes
             body = body[: codec.HEADER.size] + rng.randbytes(len(body) - codec.HEADER.size)
         if connection is None:
-            connection = member_stream(served.address)
+            connection = member_stream(served.address, tls=served._tls)
         connection.send(bytes(body), soon())
         answer, head = connection.message(soon())
         assert head.request_id == number + 1
@@ -120,7 +123,7 @@ def test_random_frames_never_stop_a_server(served, rng, recwarn):
 def test_text_that_is_not_utf8_is_a_protocol_error(served):
     whole = codec.encode(messages.Leave("node-0"), 0, 5)
     for wrong in (b"\xff", b"\xc3", b"\x80"):
-        stream = member_stream(served.address)
+        stream = member_stream(served.address, tls=served._tls)
         with stream.socket:
             stream.send(whole.replace(b"n", wrong, 1), soon())
             answer, head = stream.message(soon())
@@ -132,7 +135,7 @@ def test_text_that_is_not_utf8_is_a_protocol_error(served):
 def test_the_log_says_little_about_a_thousand_bad_frames(served, caplog):
     caplog.set_level(logging.DEBUG)
     for number in range(1000):
-        stream = member_stream(served.address)
+        stream = member_stream(served.address, tls=served._tls)
         with stream.socket:
             stream.send(header(5) + b"\xff" * 5 if number % 2 else header(9, version=99), soon())
             assert is_closed(stream.socket)
@@ -157,7 +160,7 @@ def test_the_log_counts_what_it_left_out(caplog, monkeypatch):
 
 
 def test_the_peer_learns_what_was_wrong(served):
-    stream = member_stream(served.address)
+    stream = member_stream(served.address, tls=served._tls)
     with stream.socket:
         stream.send(header(0, version=VERSION + 1), soon())
         answer, head = stream.message(soon())
@@ -167,14 +170,14 @@ def test_the_peer_learns_what_was_wrong(served):
 
 
 def test_one_that_stalls_in_a_message_is_disconnected_and_others_are_served(served):
-    with member_socket(served.address) as stalled:
+    with member_socket(served.address, served._tls) as stalled:
         stalled.sendall(header(100) + b"half")
         assert serves(served)
         assert is_closed(stalled)  # disconnected after io_timeout_s
 
 
 def test_one_that_does_not_read_is_disconnected(served, service):
-    with raw_socket(served.address) as sleeper:
+    with raw_socket(served.address, served._tls) as sleeper:
         sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         secret = b"" if served.address.startswith("unix:") else SECRET
         stream = stream_on(sleeper)
@@ -208,7 +211,9 @@ def test_more_connections_than_allowed(served):
 
 
 def test_strangers_that_dawdle_do_not_use_up_the_connections_of_members(served):
-    strangers = [raw_socket(served.address) for _ in range(20)]  # more than the 8 connections that are allowed
+    strangers = [
+        raw_socket(served.address, served._tls) for _ in range(20)
+    ]  # more than the 8 connections that are allowed
     links = [connect(served) for _ in range(8)]
     for link in links:
         assert link.call(messages.GetView(), deadline_s=soon()) == messages.Stats(b"GetView")
@@ -219,7 +224,7 @@ def test_strangers_that_dawdle_do_not_use_up_the_connections_of_members(served):
 
 def test_of_too_many_handshakes_the_oldest_is_ended(served, monkeypatch):
     monkeypatch.setattr(server, "MAX_HANDSHAKES", 4)
-    strangers = [raw_socket(served.address) for _ in range(4)]
+    strangers = [raw_socket(served.address, served._tls) for _ in range(4)]
     assert serves(served)
     assert is_closed(strangers[0])
     strangers[3].settimeout(0.05)
@@ -281,21 +286,118 @@ def test_an_address_in_use(served, service):
 # -- handshake --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("served", ["tcp"], indirect=True)
-def test_a_wrong_secret(served):
+over_tcp = pytest.mark.parametrize("served", ["tcp", "tls"], indirect=True)
+NONCE = b"n" * 32
+
+
+def refused_once(served: SocketServer, caplog, text: str) -> bool:
+    """Whether the server has refused one more connection, and has logged one warning with this text."""
+    until_s = soon()
+    while not caplog.records and time.monotonic() < until_s:
+        time.sleep(0.01)
+    (record,) = caplog.records
+    caplog.clear()
+    refused, served.refused = served.refused, 0
+    assert record.getMessage().startswith("connection from ('127.0.0.1', ")
+    return refused == 1 and record.levelno == logging.WARNING and text in record.getMessage()
+
+
+def hello_of(secret: bytes) -> bytes:
+    return handshake.greeting(NONCE) + handshake.key_id(secret)
+
+
+def begin(served: SocketServer, secret: bytes) -> tuple[Stream, bytes, bytes]:
+    """Greet the server. Returns the stream, the server's nonce and the server's proof."""
+    stream = stream_on(raw_socket(served.address, served._tls))
+    stream.send(hello_of(secret), soon())
+    theirs = handshake.read_greeting(stream.exactly(handshake.GREETING.size, soon()))
+    return stream, theirs, stream.exactly(handshake.PROOF_NBYTES, soon())
+
+
+@over_tcp
+def test_a_wrong_secret(served, caplog):
     with pytest.raises(PeerUnavailable, match="another cluster"):
-        Link.connect(served.address, b"wrong", deadline_s=soon())
-    with raw_socket(served.address) as stream:  # a client that ignores the server's proof
-        stream.sendall(handshake.greeting(b"n" * 32))
-        theirs = handshake.read_greeting(stream_on(stream).exactly(handshake.GREETING.size, soon()))
-        stream_on(stream).exactly(handshake.PROOF_NBYTES, soon())
-        stream.sendall(handshake.proof(b"wrong", "asking", b"n" * 32, theirs))
-        assert stream.recv(1) == b""
-    with raw_socket(served.address) as stream:  # a client that sends the server's own proof back
-        stream.sendall(handshake.greeting(b"n" * 32))
-        stream_on(stream).exactly(handshake.GREETING.size, soon())
-        stream.sendall(stream_on(stream).exactly(handshake.PROOF_NBYTES, soon()))
-        assert stream.recv(1) == b""
+        Link.connect(served.address, b"wrong", deadline_s=soon(), tls=served._tls)
+    wait_until(lambda: served.refused == 1)
+    served.refused = 0
+    caplog.clear()
+    for secret in (b"wrong", SECRET):  # a client that ignores the server's proof
+        stream, theirs, _ = begin(served, secret)
+        with stream.socket:
+            stream.send(handshake.proof(b"wrong", "asking", NONCE, theirs), soon())
+            assert is_closed(stream.socket)
+        assert refused_once(served, caplog, "does not know this cluster's secret")
+    stream, _, proof = begin(served, SECRET)
+    with stream.socket:  # a client that sends the server's own proof back
+        stream.send(proof, soon())
+        assert is_closed(stream.socket)
+    assert refused_once(served, caplog, "does not know this cluster's secret")
+    assert serves(served)
+
+
+@over_tcp
+def test_no_secret(served, caplog):
+    """A message in place of the handshake, and a client with the empty secret of Unix sockets."""
+    with raw_socket(served.address, served._tls) as stream:
+        assert is_closed(stream, after=codec.encode(messages.GetStats(), 0, 1) + bytes(100))
+    assert refused_once(served, caplog, "does not speak raykv")
+    with pytest.raises(PeerUnavailable, match="another cluster"):
+        Link.connect(served.address, b"", deadline_s=soon(), tls=served._tls)
+    wait_until(lambda: served.refused == 1)
+
+
+@over_tcp
+def test_a_replayed_handshake(served, caplog, service):
+    """What a member has sent in one handshake is refused in the next one."""
+    stream, theirs, _ = begin(served, SECRET)
+    with stream.socket:
+        sent = [hello_of(SECRET), handshake.proof(SECRET, "asking", NONCE, theirs)]
+        stream.send(sent[1], soon())
+        assert stream.exactly(1, soon()) == b"\x01"
+    wait_until(lambda: service.sessions and service.sessions[0].closed.is_set())
+    caplog.clear()
+    with raw_socket(served.address, served._tls) as replay:
+        assert is_closed(replay, after=b"".join(sent))
+    assert refused_once(served, caplog, "does not know this cluster's secret")
+    assert len(service.sessions) == 1
+
+
+@over_tcp
+@pytest.mark.parametrize("part", ["greeting", "key id", "proof"])
+def test_a_truncated_handshake(served, part):
+    stream, theirs, _ = begin(served, SECRET)
+    with stream.socket:
+        if part == "proof":
+            assert is_closed(stream.socket, after=handshake.proof(SECRET, "asking", NONCE, theirs)[:-1])
+    with raw_socket(served.address, served._tls) as raw:
+        cut = {"greeting": handshake.GREETING.size - 1, "key id": len(hello_of(SECRET)) - 1}.get(part)
+        assert is_closed(raw, after=hello_of(SECRET)[:cut])
+    wait_until(lambda: served.refused == 2)
+    assert serves(served)
+
+
+@over_tcp
+@pytest.mark.parametrize("left", [1, codec.HEADER.size - 1, codec.HEADER.size, codec.HEADER.size + 3])
+def test_a_truncated_frame(served, left, service):
+    stream = member_stream(served.address, tls=served._tls)
+    whole = stream._sealed(codec.encode(messages.Delete(bytes(16)), 0, 1))
+    with stream.socket:
+        assert is_closed(stream.socket, after=whole[:left])
+    wait_until(lambda: service.sessions[0].closed.is_set())
+    assert service.finished == []
+    assert serves(served)
+
+
+@over_tcp
+def test_an_oversized_frame(served, caplog):
+    stream = member_stream(served.address, tls=served._tls)
+    with stream.socket:
+        stream.send(header(codec.MAX_MESSAGE_NBYTES + 1), soon())
+        answer, _ = stream.message(soon())
+        assert isinstance(answer, messages.Failure)
+        assert is_closed(stream.socket)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
     assert serves(served)
 
 
@@ -308,11 +410,11 @@ def test_a_server_of_another_version_says_so():
 
 
 def test_a_client_of_another_version_learns_ours(served):
-    with raw_socket(served.address) as stream:
+    with raw_socket(served.address, served._tls) as stream:
         stream.sendall(handshake.GREETING.pack(handshake.GREETING_MAGIC, 99, b"n" * 32))
         raw = stream_on(stream).exactly(handshake.GREETING.size, soon())
         assert handshake.GREETING.unpack(raw)[:2] == (handshake.GREETING_MAGIC, VERSION)
-        assert stream.recv(1) == b""
+        assert is_closed(stream)
 
 
 def test_something_else_behind_the_port():
@@ -330,8 +432,8 @@ def test_something_else_behind_the_port():
 def test_a_handshake_of_random_bytes(served, rng: random.Random):
     """Wrong bytes in any step of the handshake do not stop the server."""
     for _ in range(50):
-        with raw_socket(served.address) as stream, contextlib.suppress(OSError, RayKVError):
-            hello = bytearray(handshake.greeting(rng.randbytes(32)))
+        with raw_socket(served.address, served._tls) as stream, contextlib.suppress(OSError, RayKVError):
+            hello = bytearray(handshake.greeting(rng.randbytes(32)) + handshake.key_id(SECRET))
             if rng.random() < 0.5:
                 hello[rng.randrange(len(hello))] ^= rng.randrange(1, 256)
             stream.sendall(hello + rng.randbytes(rng.choice([0, 5, 32, 64])))
