@@ -114,8 +114,9 @@ class Write(Message):
     """Store chunks of equal size that a client on another host sends. See `raykv.types.Batch` for the fields.
 
     Answer: Accepted. Then the client sends the bytes of the accepted chunks, and the message Checksums. Second answer:
-    Count of the chunks that the node stored. `evict`: whether the node may evict other chunks to make room. `replica`:
-    if not empty, the chunks are replicas, and this is the key of the first chunk of their hot prefix.
+    Count of the chunks that the node stored. `evict`: whether the node may evict other chunks to make room. `below`:
+    store the chunks in a tier of the node, not in memory, and only if they replace nothing there. `replica`: if not
+    empty, the chunks are replicas, and this is the key of the first chunk of their hot prefix.
     """
 
     keys: bytes
@@ -126,6 +127,7 @@ class Write(Message):
     ttl_s: float = 0.0
     priority: int = 0
     evict: bool = True
+    below: bool = False
     replica: bytes = b""
 
 

@@ -29,6 +29,9 @@ AHEAD_SHARE: Final = 2
 low-water mark. The same limit applies to the free bytes of the group's quota and to the free rows."""
 AHEAD_BOUND: Final = 8
 """No slots are lent in advance when all lent slots together take 1 / AHEAD_BOUND of the arena."""
+TRANSIT_SHARE: Final = 4
+"""Slots for chunks that only pass through memory take at most 1 / TRANSIT_SHARE of the bytes that are free at the
+low-water mark, or one slot."""
 NO_ROWS: Final[Rows] = np.empty(0, np.int32)
 
 
@@ -39,6 +42,7 @@ class Allocator:
         slots, free_rows: The free slots and the free rows.
         used_nbytes: For each quota group, the bytes in the slots of its rows. Free rows have no slot.
         lent_nbytes: For each quota group, the bytes in the slots of its lent rows.
+        transit_nbytes: Bytes in the slots of `lend_transit`. Eviction in the background counts them as free.
         chunks: Number of ready rows, which are the rows with a readable chunk.
     """
 
@@ -49,7 +53,7 @@ class Allocator:
         busy = table.columns.state[: table.rows_populated] != RowState.FREE
         self.free_rows = FreeRows(busy, rows=table.rows, limit=table.rows_populated)
         self.used_nbytes, self.lent_nbytes = found.used_nbytes, np.zeros(MAX_NAMESPACES, np.int64)
-        self.chunks = len(found.ready)
+        self.transit_nbytes, self.chunks = 0, len(found.ready)
         self._quarantine = self._resume_quarantine(found.quarantined, now_s)
 
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
@@ -70,6 +74,19 @@ class Allocator:
         self.used_nbytes[group] += len(rows) * size
         self.lent_nbytes[group] += len(rows) * size
         return rows, pages
+
+    def lend_transit(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
+        """Like `lend`, for chunks that only pass through memory. The caller ends the rows with `end_transit`."""
+        most_nbytes = int(self._low_water * self.slots.usable_nbytes) // TRANSIT_SHARE
+        most = (max(most_nbytes, size) - self.transit_nbytes) // size
+        rows, pages = self.lend(max(0, min(count, most)), size, group)
+        self.transit_nbytes += len(rows) * size
+        return rows, pages
+
+    def end_transit(self, rows: Rows) -> None:
+        """Move rows of `lend_transit` from LENT to FREE."""
+        self.transit_nbytes -= int(self.slot_sizes(rows).sum())
+        self.give_back(rows)
 
     def commit(
         self, rows: Rows, keys: KeyArray, checksums: npt.NDArray[np.uint64], chain: Chain, nbytes: int, now: int

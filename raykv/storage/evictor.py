@@ -231,7 +231,7 @@ class Evictor:
         """Return the number of chunks to evict until this share of the arena and of the rows is free."""
         allocator, slots = self._allocator, self._allocator.slots
         by_rows = math.ceil(share * self._table.rows) - (self._table.rows - allocator.rows_in_use)
-        nbytes = share * slots.usable_nbytes - slots.free_nbytes
+        nbytes = share * slots.usable_nbytes - slots.free_nbytes - allocator.transit_nbytes
         if nbytes <= 0 or not allocator.rows_in_use:
             return max(0, by_rows)
         mean = int(allocator.used_nbytes.sum()) / allocator.rows_in_use

@@ -44,11 +44,15 @@ class RowHints:
         self._configs[group] = config
         self.active = self.active or config.ttl_s is not None or default_priority(config) != 0
 
+    def config(self, group: int) -> NamespaceConfig:
+        """Return the config of a quota group, or the default config."""
+        return self._configs.get(group, NO_CONFIG)
+
     def set_new(self, rows: Rows, hints: Hints, group: int, now: int) -> None:
         """Set the hints of rows that get new chunks of one quota group."""
         if not (self.active or hints.ttl_s or hints.priority):
             return
-        self.active, config = True, self._configs.get(group, NO_CONFIG)
+        self.active, config = True, self.config(group)
         self._table.columns.expires[rows] = expiry(now, hints.ttl_s or config.ttl_s)
         self._priority[rows] = hints.priority or default_priority(config)
         self._ended[rows] = 0

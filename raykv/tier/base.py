@@ -97,10 +97,12 @@ class Tier(ABC):
         name: Name in the registry and in `stats`.
         place: Kind of storage, as `client.why` reports it.
         write_nbytes_per_day: Budget for demotion to this tier, in bytes per day (see `Admission`). None: no limit.
+        shared: Whether other nodes read this node's chunks from the same storage, even after this node has left.
     """
 
     name: str
     place: Place = Place.OTHER
+    shared: bool = False
     write_nbytes_per_day: int | None = None
 
     @abstractmethod
@@ -153,6 +155,13 @@ class Tier(ABC):
         The tier removes the oldest chunks of a group that is above its limit.
         """
 
+    def spare_chunks(self, group: int, nbytes: int) -> int:
+        """Return how many chunks of `nbytes` bytes the tier can take now without removing others.
+
+        A tier that returns 0, as by default, gets no chunks of other nodes: see `raykv.tier.transit`.
+        """
+        return 0
+
     @abstractmethod
     def keys(self) -> KeyArray:
         """Return the keys of all chunks in the tier. A tier that nodes share omits chunks that other nodes wrote."""
@@ -177,6 +186,7 @@ class Tier(ABC):
         * `written_nbytes`, `read_nbytes`: bytes of the chunks written and read for callers since the start.
         * `moved_nbytes`: bytes of chunks that the tier moved to another of its segments.
         * `disk_nbytes`: all bytes written to the disk.
+        * `spare_nbytes` (if `spare_chunks` is ever above 0): about how many bytes fit without removing others.
         * `refused`, `corrupt`: numbers of chunks. `timeouts`, `errors`: numbers of operations on the disk.
         """
 

@@ -46,7 +46,7 @@ class Demotion:
         """
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
-        self._admissions = [Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers]
+        self._admissions = {tier: Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers}
         self._writing = 0  # number of chunks that tiers are writing
         self._barred: Counter[int | bytes] = Counter()  # quota groups and keys that are being deleted right now
         self._committed = 0  # `store.counters.committed` at the last `demote`
@@ -65,8 +65,16 @@ class Demotion:
     def demote(self) -> None:
         """Begin to write to the tiers the chunks that memory will evict next. Call this whenever it is `due`."""
         self._committed = self._store.counters.committed
-        for tier, admission in zip(self._tiers, self._admissions, strict=True):
+        for tier, admission in self._admissions.items():
             self._demote_to(tier, admission)
+
+    def left_nbytes(self, tier: Tier, *, now_s: float) -> float:
+        """Return how many bytes the budget of a tier has left: infinite without a budget."""
+        return self._admissions[tier].left_nbytes(now_s=now_s)
+
+    def spend(self, tier: Tier, nbytes: int, *, now_s: float) -> None:
+        """Take bytes from the budget of a tier, for chunks that did not ask `Admission`."""
+        self._admissions[tier].spend(nbytes, now_s=now_s)
 
     def _demote_to(self, tier: Tier, admission: Admission) -> None:
         now_s, store, columns = time.monotonic(), self._store, self._store.table.columns

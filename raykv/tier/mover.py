@@ -18,6 +18,7 @@ from raykv.storage.store import Store
 from raykv.tier.base import Tier
 from raykv.tier.demotion import Demotion
 from raykv.tier.promotion import Promotion
+from raykv.tier.transit import Transit
 from raykv.types import KeyArray
 
 OUTLIVES_S = 1.0
@@ -31,6 +32,7 @@ class TierMover:
         tiers: The tiers, fastest first. A node may have none.
         demotion: Writes chunks to the tiers.
         promotion: Reads chunks from the tiers.
+        transit: Moves chunks between the tiers and other nodes.
         demote, barring: See `Demotion`.
         promote, give_up: See `Promotion`.
     """
@@ -41,6 +43,7 @@ class TierMover:
         self._changed = changed
         self.demotion = Demotion(store, lock, self.tiers, self._on_written)
         self.promotion = Promotion(store, lock, self.tiers, changed)
+        self.transit = Transit(store, lock, self.tiers, self.demotion, changed)
         self.demote, self.barring = self.demotion.demote, self.demotion.barring
         self.promote, self.give_up = self.promotion.promote, self.promotion.give_up
         self._changes: list[KeyArray] = []

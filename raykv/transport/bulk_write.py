@@ -27,6 +27,7 @@ class BulkWrite:
         values: Sequence[Sequence[memoryview]],
         *,
         evict: bool = True,
+        below: bool = False,
         replica: bytes = b"",
     ) -> None:
         """Prepare to write a batch.
@@ -36,10 +37,11 @@ class BulkWrite:
             batch: The keys and their chain.
             values: For each chunk its buffers, which are joined in order.
             evict: Whether the node may evict other chunks to make room.
+            below: Whether the node must store the chunks in a tier below memory, without replacing others.
             replica: Key of the first chunk of the hot prefix, if the chunks are replicas; otherwise empty.
         """
         self._group, self._batch, self._values = group, batch, values
-        self._evict, self._replica = evict, replica
+        self._evict, self._below, self._replica = evict, below, replica
         self._checksums = bytearray()
         self.positions: list[int] = []
         self.full = 0
@@ -65,7 +67,7 @@ class BulkWrite:
         parent = b"" if batch.parent is None else chunk_keys.to_bytes(batch.parent)
         request = messages.Write(
             chunk_keys.to_bytes(batch.keys), batch.nbytes, batch.chained, parent, batch.depth, *batch.hints,
-            group=self._group.digest, evict=self._evict, replica=self._replica,
+            group=self._group.digest, evict=self._evict, below=self._below, replica=self._replica,
         )  # fmt: skip
         return expect(messages.Count, link.push(request, self._pick, self._closing, deadline_s=deadline_s)).count
 

@@ -33,7 +33,7 @@ EXAMPLES = [
     messages.Lend(4096, 3, 7, b"keys", b"parent", 12.5),
     messages.Commit((RUN, RUN)),
     messages.GiveBack(b"rows"),
-    messages.Write(b"keys", 4096, False, b"parent", 9, 60.0, -3, False, b"head"),
+    messages.Write(b"keys", 4096, False, b"parent", 9, 60.0, -3, False, True, b"head"),
     messages.Checksums(b"sums"),
     messages.Drain(1e9),
     messages.Read(b"keys", True),

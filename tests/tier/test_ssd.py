@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -459,3 +460,32 @@ def test_a_chunk_deleted_while_a_path_starts_is_found_on_neither_path(tmp_path: 
             assert driven.flush(10.0)
     with SsdDriver([first, second]).started() as driven:
         assert all_keys(driven.tier) == set(others)
+
+
+def test_spare_chunks_fit_without_removing_others(tmp_path: Path, rng: random.Random):
+    """Whatever the sizes and the batches, chunks that `spare_chunks` announces replace nothing."""
+    with SsdDriver(tmp_path, capacity_nbytes=12 * SEGMENT).started() as driver:
+        here: list[bytes] = []
+        while True:
+            nbytes = rng.choice([1, 4096, 5000, 60_000, 300_000, 700_000])
+            spare = driver.tier.spare_chunks(0, nbytes)
+            if not spare:
+                break
+            keys = keys_for(min(spare, rng.randrange(1, 40)), salt=len(here) + 1)
+            for key in keys:
+                assert driver.write([driver.chunk(key, nbytes)]) == [True]
+            here += keys
+        wait_for(lambda: driver.tier._shared.drives[0].log.reclaiming is None)
+        assert all(driver.has(here))
+        assert driver.tier.used_nbytes() > 4 * SEGMENT
+        assert driver.tier.spare_chunks(0, 17 * SEGMENT) == 0
+
+
+def test_a_quota_and_a_drive_that_is_off_leave_no_spare_chunks(tmp_path: Path):
+    with SsdDriver(tmp_path).started() as driver:
+        driver.put(keys_for(3), 50_000)
+        driver.tier.set_quota(0, 200_000)
+        assert [driver.tier.spare_chunks(group, 50_000) > 1 for group in (0, 1)] == [False, True]
+        assert driver.tier.spare_chunks(0, 50_000) == 1
+        driver.tier._shared.fail_later(driver.tier._shared.drives[0], OSError("gone"))
+        assert driver.tier.spare_chunks(1, 50_000) == 0

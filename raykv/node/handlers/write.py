@@ -4,26 +4,24 @@ import threading
 import time
 
 import numpy as np
-import numpy.typing as npt
 
-from raykv.errors import CapacityError, ProtocolError, RayKVError, UsageError
-from raykv.memory.copying import checksums_of
+from raykv.errors import CapacityError, RayKVError, UsageError
 from raykv.memory.slots import slot_nbytes
 from raykv.node.announcer import Announcer
+from raykv.node.handlers.incoming import Incoming
+from raykv.node.handlers.write_below import BelowWriter
 from raykv.node.reclaimer import Reclaimer
 from raykv.node.replicas import Replicas
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
-from raykv.protocol.codec import array, keys_in, numbers_in, parent_in
+from raykv.protocol.codec import keys_in, numbers_in, parent_in
 from raykv.protocol.messages import MAX_KEYS
 from raykv.storage.batches import Written
 from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
-from raykv.transport.base import ChunkRun, Reply
+from raykv.transport.base import Reply
 from raykv.types import Batch, Hints, Rows
-
-Checksums = npt.NDArray[np.uint64]
 
 
 class WriteHandler:
@@ -47,6 +45,7 @@ class WriteHandler:
         self._replicas, self._draining = replicas, draining
         self._store, self._lock, self._mover = store, lock, mover
         self._announcer, self._reclaimer = announcer, reclaimer
+        self._below = BelowWriter(store, lock, mover)
         self.table: HandlerTable = {
             messages.Lend: self._lend,
             messages.Commit: self._commit,
@@ -124,6 +123,8 @@ class WriteHandler:
         batch, now_s = _batch_in(request), time.monotonic()
         if len(request.replica) not in (0, KEY_NBYTES):
             raise UsageError(f"field 'replica': {len(request.replica)} bytes, where a key of {KEY_NBYTES} was due")
+        if request.below:
+            return self._below.reply(request.group, batch, most=self._most_slots(session, request.nbytes))
         protect = [batch.keys, *(() if batch.parent is None else (batch.parent,))]
         with self._lock:
             group = self._store.groups.number(request.group)
@@ -133,41 +134,21 @@ class WriteHandler:
             slots = self._store.lend(group, request.nbytes, count, protect=protect, now_s=now_s)
             session.add_lent(slots.rows, request.nbytes)
         positions = missing[: len(slots.rows)]
-        view, sent = self._store.arena.view, list[Checksums]()
-        runs = [ChunkRun([[view[start : start + batch.nbytes]]], [batch.nbytes]) for start in slots.offsets.tolist()]
+        incoming = Incoming(self._store.arena.view, batch.nbytes, slots, positions)
 
-        def closing(message: messages.Message) -> None:
-            if not isinstance(message, messages.Checksums):
-                raise ProtocolError(f"{type(message).__name__} where Checksums was due")
-            sent.append(array(message.checksums, "<u8", len(positions)))
+        def store(written: Written) -> int:
+            count = self._commit_written(group, batch, written, session)
+            if request.replica:
+                self._add_replica(request.replica, batch, written)
+            return count
 
-        def finish(complete: bool) -> messages.Answer:
-            try:
-                count = 0
-                if complete:
-                    checksums = b"".join(run.checksums or checksums_of(run.chunks) for run in runs)
-                    written = Written(positions, slots.rows, np.frombuffer(checksums, "<u8"))
-                    count = self._commit_intact(group, batch, written, sent[0], session)
-                    if request.replica:
-                        self._add_replica(request.replica, batch, written)
-                return messages.Count(count)
-            except RayKVError as error:
-                return codec.failure(error)
-            finally:
-                self._return_slots(np.array([row for row in slots.rows.tolist() if row in session.lent]), session)
+        def release() -> None:
+            self._return_slots(np.array([row for row in slots.rows.tolist() if row in session.lent]), session)
 
-        accepted = messages.Accepted(positions.astype("<i4").tobytes(), len(missing) - len(positions))
-        return Reply(accepted, incoming=runs, closing=closing, finish=finish)
+        return incoming.reply(len(missing) - len(positions), store, release)
 
-    def _commit_intact(
-        self, group: int, batch: Batch, written: Written, expected: Checksums, session: NodeSession
-    ) -> int:
-        """Commit the chunks whose checksums equal the writer's. Return the number of stored chunks.
-
-        `written` has the checksums of the received bytes. `expected` has the writer's checksums.
-        """
-        intact = written.checksums == expected
-        written = Written(*(column[intact] for column in written))
+    def _commit_written(self, group: int, batch: Batch, written: Written, session: NodeSession) -> int:
+        """Commit chunks of a Write. Return the number of stored chunks."""
         with self._lock:
             used = self._store.commit(group, batch, written, now_s=time.monotonic())
             session.end_lent(written.rows[used])

@@ -48,7 +48,7 @@ CLOSE_S: Final = 5.0
 class FileTier(Tier):
     """A tier in a shared directory. If the file system is full or read-only, writes stop and reads continue."""
 
-    name, place = "file", Place.FILE
+    name, place, shared = "file", Place.FILE, True
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
         """Start the threads. Chunks of existing packs are found once a scan has read the packs' summaries.

@@ -22,7 +22,7 @@ from raykv.config import SsdConfig
 from raykv.tier.base import Environment
 from raykv.tier.segments.format import BLOCK_NBYTES, Array, Counts, blocks_of, flat, key_array
 from raykv.tier.segments.index import SEGMENTS, Changes, Index
-from raykv.tier.segments.log import Batch, Log, Segment
+from raykv.tier.segments.log import SPARE_SEGMENTS, Batch, Log, Segment
 from raykv.tier.segments.requests import Item, Run, WriteQueue
 from raykv.tier.segments.volume import Volume, aligned
 from raykv.types import Rows
@@ -33,6 +33,8 @@ PENDING_DELETED: Final = 1 << 20
 """A drive that is off remembers at most this many deleted keys. If there are more, the next start empties the drive."""
 INDEX_ROW_NBYTES: Final = 64 << 10
 """The index has one row for each 64 KiB of capacity, unless the config has `max_chunks`. Each chunk takes a row."""
+SPARE_ROWS: Final = 2048
+"""If the index has fewer free rows than this (in a small index: than an eighth of its rows), a segment is reclaimed."""
 RETRY_S: Final = 30.0
 """Time between a drive's failure and the next attempt to open it."""
 
@@ -139,6 +141,13 @@ class Drive:
             self.drop_everything = True
             self.deleted.clear()
 
+    def spare_segments(self) -> int:
+        """Return how many segments can be filled before one is reclaimed."""
+        if not self.on:
+            return 0
+        absent = self.log.limit - len(self.log.segments) if time.monotonic() >= self.grow_at_s else 0
+        return max(0, absent + len(self.log.free()) - SPARE_SEGMENTS)
+
     def stats(self) -> dict[str, Any]:
         states = [segment.state for segment in self.log.segments.values()]
         return {
@@ -156,6 +165,7 @@ class Shared(WriteQueue):
 
     Attributes:
         lock: Guards this object and all drives.
+        spare_rows: If the index has fewer free rows than this, a segment is reclaimed.
         ended: Whether the tier is being closed.
     """
 
@@ -167,6 +177,7 @@ class Shared(WriteQueue):
         self.lock = threading.Lock()
         self.drives: list[Drive] = []
         self.changes = Changes()
+        self.spare_rows = min(SPARE_ROWS, rows // 8)
         self.ended = False
 
     @property
@@ -186,6 +197,20 @@ class Shared(WriteQueue):
         """Return the number of free index rows, without those that the batches being written will take."""
         in_flight = [len(batch.content.items) for drive in self.drives for batch in drive.in_flight]
         return self.index.free_rows() - sum(in_flight)
+
+    def spare_chunks(self, group: int, nbytes: int) -> int:
+        """See `Tier.spare_chunks`. Chunks in the queue take their room already."""
+        blocks, drive = blocks_of(nbytes), self.drives[0]
+        if nbytes > self.largest_nbytes:
+            return 0
+        # In the worst case each chunk is a batch of its own, with a block for its record. The rest is for the summary.
+        each = max(1, (drive.segment_blocks - drive.segment_blocks // 16) // (blocks + 1))
+        spare = each * sum(drive.spare_segments() for drive in self.drives)
+        spare = min(spare, self.free_rows() - self.spare_rows) - len(self.queue)
+        if (quota := self.quotas.get(group)) is not None:
+            coming = sum(item.chunk.nbytes for item in self.coming.values() if item.chunk.group == group)
+            spare = min(spare, (quota - int(self.index.nbytes[group]) - coming) // nbytes)
+        return max(0, spare)
 
     def notify(self) -> None:
         for drive in self.drives:

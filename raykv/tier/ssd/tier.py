@@ -97,6 +97,11 @@ class SsdTier(Tier):
             nbytes = self._shared.index.nbytes
             return int(nbytes.sum() if group is None else nbytes[group])
 
+    def spare_chunks(self, group: int, nbytes: int) -> int:
+        shared = self._shared
+        with shared.lock:
+            return shared.spare_chunks(group, nbytes)
+
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
         shared = self._shared
         with shared.lock:
@@ -182,6 +187,7 @@ class SsdTier(Tier):
                 "chunks": len(shared.index),
                 "used_nbytes": int(shared.index.nbytes.sum()),
                 "capacity_nbytes": self.config.capacity_nbytes * len(paths),
+                "spare_nbytes": sum(drive.spare_segments() for drive in shared.drives) * self.config.segment_nbytes,
                 **shared.counts,
                 "paths": paths,
             }

@@ -26,8 +26,6 @@ MOVED_AT_ONCE: Final = 0.5
 """At most this share of a segment is moved, so that reclaiming the segment frees enough space."""
 FEWEST_SEGMENTS: Final = 2
 """A drive without space for this number of segments is turned off."""
-SPARE_ROWS: Final = 2048
-"""If the index has fewer free rows than this (in a small index: than an eighth of its rows), a segment is reclaimed."""
 GROW_S: Final = 30.0
 """Time between a failure to make a segment and the next attempt."""
 
@@ -40,7 +38,6 @@ class Upkeep:
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
-        self._spare_rows = min(SPARE_ROWS, shared.index.rows // 8)
 
     def next_task(self) -> Callable[[], None] | None:
         drive, log, epoch = self._drive, self._drive.log, self._drive.epoch
@@ -55,7 +52,7 @@ class Upkeep:
         if log.wants_space() and time.monotonic() >= drive.grow_at_s and (number := log.absent()) is not None:
             drive.making, absent = True, number
             return lambda: self._make(absent, epoch)
-        short = log.wants_space() or self._shared.index.free_rows() < self._spare_rows
+        short = log.wants_space() or self._shared.index.free_rows() < self._shared.spare_rows
         if short and (victim := log.choose_victim()) is not None:
             return lambda: self._reclaim(victim, epoch)
         return None
