@@ -28,9 +28,11 @@ class Reclaimer:
         mover: TierMover,
         announcer: Announcer,
         due: threading.Event,
+        draining: threading.Event,
     ) -> None:
+        """Take the node's parts. `draining`: once set, chunks leave memory only when they expire."""
         self._config, self._store, self._lock, self._mover = config, store, lock, mover
-        self._announcer, self._due = announcer, due
+        self._announcer, self._due, self._draining = announcer, due, draining
         self._written = store.written
         self._written_s = self._expired_s = time.monotonic()
 
@@ -60,6 +62,8 @@ class Reclaimer:
             self._expired_s = time.monotonic()
             if store.expire(self._lock, now_s=self._expired_s):
                 self._announcer.wake()
+        if self._draining.is_set():  # a chunk that is evicted, in memory or in a tier, could not be moved any more
+            return False
         self._mover.demote()
         with self._lock:
             # The chunks to evict next are pinned while a tier copies them. Eviction waits until the copy is done,

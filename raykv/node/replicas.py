@@ -18,8 +18,8 @@ import numpy as np
 
 from raykv.config import NodeConfig
 from raykv.errors import RayKVError, TransientError
-from raykv.node.drain import Window, batch_of, pin_window, runs_of
 from raykv.node.heat import HeatMeter, prefixes_of
+from raykv.node.moving import Window, batch_of, pin_window, runs_of
 from raykv.protocol import chunk_keys
 from raykv.protocol.heat import MAX_REPORTED, HeatOrders, HeatReport, HotPrefix
 from raykv.protocol.namespace import Namespace
@@ -197,10 +197,11 @@ class Replicas:
         if member is None or prefix is None or target == self._node_id:
             return
         prefix.listed_s = time.monotonic()
-        window = pin_window(self._store, self._lock, prefix.keys)
+        window, pinned = pin_window(self._store, self._lock, prefix.keys)
+        offsets = pinned.offsets[pinned.rows >= 0]
         try:
             for places in runs_of(window, np.ones(len(window.keys), np.bool_)):
-                write = self._write_of(head, window, places)
+                write = self._write_of(head, window, places, offsets[places].tolist())
                 deadline_s = time.monotonic() + WRITE_S
                 self.copied += self._pool.ask(
                     member.address,
@@ -209,13 +210,12 @@ class Replicas:
                 )
         finally:
             with self._lock:
-                self._store.unpin(window.pinned.rows)
+                self._store.unpin(window.numbers)
 
-    def _write_of(self, head: bytes, window: Window, places: list[int]) -> BulkWrite:
-        table, arena = self._store.table, self._store.arena.view
+    def _write_of(self, head: bytes, window: Window, places: list[int], offsets: list[int]) -> BulkWrite:
+        table, arena, nbytes = self._store.table, self._store.arena.view, int(window.nbytes[places[0]])
         group = Namespace.model_validate_json(table.texts()[int(window.groups[places[0]])])
-        nbytes = int(window.pinned.nbytes[places[0]])
-        values = [[arena[start : start + nbytes]] for start in window.pinned.offsets[places].tolist()]
+        values = [[arena[start : start + nbytes]] for start in offsets]
         return BulkWrite(group, batch_of(window, places), values, replica=head)
 
     def stats(self) -> dict[str, Any]:

@@ -192,7 +192,8 @@ def _moved(progress: dict[str, Any]) -> str:
     return (
         f"{progress.get('moved', 0):,} chunks moved ({progress.get('moved_nbytes', 0) / GIB:.2f} GiB), "
         f"{progress.get('elsewhere', 0):,} were elsewhere already, {progress.get('left', 0):,} left "
-        f"({progress.get('left_nbytes', 0) / GIB:.2f} GiB), {progress.get('below_memory', 0):,} below memory"
+        f"({progress.get('left_nbytes', 0) / GIB:.2f} GiB); "
+        f"{progress.get('below_memory', 0):,} of all these were below memory"
     )
 
 

@@ -10,40 +10,16 @@ import numpy as np
 import pytest
 
 import raykv
-from raykv.embedded import EmbeddedCluster
 from raykv.errors import UsageError
-from raykv.node import drain as drain_module
+from raykv.node.moving import Window, runs_of
 from raykv.protocol import messages
 from raykv.transport.link import Link
 from tests.support.clients import remote_client
+from tests.support.drains import drain, drained, leave, stored_on
 from tests.support.nodes import SPACE, cluster, content, get, names, put, wait_until
 
 NBYTES = 50_000
 OTHER = raykv.Namespace(model="other", salt="s")
-
-
-def drain(running: EmbeddedCluster, node: int, rate: float = 1e12) -> None:
-    address = running.nodes[node].member.local_address
-    with closing(Link.connect(address, b"", deadline_s=time.monotonic() + 5.0)) as link:
-        link.call(messages.Drain(rate), deadline_s=time.monotonic() + 5.0)
-
-
-def drained(running: EmbeddedCluster, node: int) -> drain_module.Progress:
-    """Drain a node, and return the progress at the end."""
-    drain(running, node)
-    wait_until(lambda: running.nodes[node].drain.progress.state == "done")
-    running.settle()
-    return running.nodes[node].drain.progress
-
-
-def leave(running: EmbeddedCluster, node: int) -> None:
-    running.nodes[node].stop(unlink=True)
-    running.settle()
-
-
-def stored_on(running: EmbeddedCluster, node: int, keys) -> list[bool]:
-    table = running.nodes[node].store.table
-    return (table.find(keys) >= 0).tolist()
 
 
 def test_every_chunk_moves_and_is_found_after_the_node_has_left():
@@ -125,6 +101,35 @@ def test_chunks_that_others_hold_are_not_sent_again():
             running.settle()
         progress = drained(running, 2)
         assert (progress.moved, progress.elsewhere, progress.left) == (4, 10, 0)
+
+
+def test_two_nodes_that_leave_do_not_rely_on_each_other():
+    with cluster(3) as running:
+        for node in (1, 2):
+            with running.client(SPACE, node=node) as client:
+                put(client, names(20))
+        running.settle()
+        drained(running, 1, 2)
+        leave(running, 1, 2)
+        assert get(running.client(SPACE), names(20)) == (True,) * 20
+
+
+def test_two_drains_do_not_overfill_a_node():
+    with cluster(3, arena_nbytes="2 MiB") as running:
+        for node in (1, 2):
+            with running.client(SPACE, node=node) as client:
+                put(client, names(30, f"from-{node}"))
+        with running.client(SPACE) as client:
+            mine = names(10, "mine")
+            put(client, mine)
+            running.settle()
+            drained(running, 1, 2)
+            progress = [running.nodes[node].drain.progress for node in (1, 2)]
+            store = running.nodes[0].store
+            assert all(each.moved + each.left == 30 and "room" in each.reason for each in progress)
+            assert store.chunks == 10 + sum(each.moved for each in progress) > 20
+            assert store.counters.evicted == 0
+            assert all(client.exists(mine, timeout_s=0.0))
 
 
 def test_a_draining_node_serves_reads_but_stores_nothing():
@@ -254,17 +259,15 @@ def test_runs_are_chains_or_roots(np_rng: np.random.Generator):
         depths[place] = depths[parents[place]] + 1 if parents[place] >= 0 else 0
     rows = np.arange(count, dtype=np.int32)
     from raykv.protocol import chunk_keys
-    from raykv.storage.store import Pinned
     from raykv.types import NO_HINTS, Hints
 
     keys = chunk_keys.named(SPACE.digest, names(count))
     sizes = np_rng.choice([100, 200], count, p=[0.9, 0.1]).astype(np.uint32)
-    pinned = Pinned(rows, rows.astype(np.uint64), sizes, rows.astype(np.uint64))
     groups = np_rng.choice([0, 1], count, p=[0.9, 0.1]).astype(np.uint16)
     hints = [NO_HINTS if number else Hints(3.0, 1) for number in np_rng.integers(0, 10, count).tolist()]
-    window = drain_module.Window(keys, pinned, groups, parents, keys[np.maximum(parents, 0)], depths, hints)
+    window = Window(keys, rows, sizes, groups, parents, keys[np.maximum(parents, 0)], depths, hints)
     wanted = np_rng.random(count) < 0.8
-    runs = list(drain_module.runs_of(window, wanted))
+    runs = list(runs_of(window, wanted))
     assert sorted(place for run in runs for place in run) == np.flatnonzero(wanted).tolist()
     assert max(map(len, runs)) > 2
     for run in runs:
