@@ -14,6 +14,7 @@ from typing import Self
 from raykv.config import HugePages, StorageConfig
 from raykv.errors import ConfigError, LostError
 from raykv.memory import pages
+from raykv.memory.cgroup import memory_limit
 from raykv.memory.host import meminfo
 
 
@@ -121,6 +122,19 @@ class SharedMemory:
                 return False
             raise
         return huge or self.huge_pages != "require"
+
+    def refusal(self, nbytes: int) -> str:
+        """Return why this file must not take `nbytes` more bytes now. Empty: the control group's limit allows it.
+
+        `populate` does not check the limit, because the kernel enforces it by killing a process of the group.
+        """
+        limit = memory_limit() if self.page_nbytes == mmap.PAGESIZE else None  # the limit does not count a hugetlbfs
+        if limit is None or nbytes <= limit.room_nbytes:
+            return ""
+        return (
+            f"the container's memory limit is {limit.nbytes:,} bytes, and {limit.used_nbytes:,} are in use: "
+            "raise the limit, or lower arena_nbytes"
+        )
 
     @property
     def huge_nbytes(self) -> int:

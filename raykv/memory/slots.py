@@ -36,7 +36,7 @@ class Places(NamedTuple):
         numbers: Number of each slot: the first page of its extent, plus the slot's position in the extent.
         extents: Extent of each slot.
         starts: First page of each slot's extent.
-        steps: Size of each slot in pages; 0 if the extent is free. If all sizes are equal, the array has one entry.
+        steps: Size of each slot in pages; 0 if the extent was never used. If all are equal, the array has one entry.
     """
 
     numbers: npt.NDArray[np.intp]
@@ -64,6 +64,9 @@ class Slots:
     * populated: it has real memory;
     * unpopulated: it has no real memory yet;
     * failed: `populate` returned False. The extent is out of use until `mark_populated` is called for it.
+
+    A populated extent never loses its memory, also when the process ends. Its entry in `extent_slots` is not 0, so that
+    the next process finds it populated.
 
     Attributes:
         free_nbytes: Bytes in free slots and free extents. Failed extents do not count.
@@ -108,7 +111,6 @@ class Slots:
                 self._serve(extent, size)
                 self._count_taken(extent, used)
             elif size:
-                self._extent_slots[extent] = 0
                 self._populated.append(extent)
             else:
                 self._unpopulated[extent] = None
@@ -163,7 +165,6 @@ class Slots:
                 self._free[size] -= self._extent_nbytes // size
                 self.free_nbytes += self._extent_nbytes % size
                 del self._open[size][extent]
-                self._extent_slots[extent] = 0
                 self._populated.append(extent)
 
     def _open_extent(self, size: int) -> int:
@@ -205,9 +206,9 @@ class Slots:
     def free_populated_nbytes(self) -> int:
         return len(self._populated) * self._extent_nbytes
 
-    def next_without_memory(self, *, failed: bool) -> int:
-        """Return an unpopulated extent, else a failed extent if `failed` is True, else -1."""
-        return next(chain(self._unpopulated, self._failed if failed else ()), -1)
+    def next_without_memory(self) -> int:
+        """Return an unpopulated extent, else a failed extent, else -1."""
+        return next(chain(self._unpopulated, self._failed), -1)
 
     def mark_populated(self, extent: int) -> bool:
         """Record that an extent has real memory. Returns False if a writer has claimed the extent meanwhile."""
@@ -218,6 +219,7 @@ class Slots:
             self.free_nbytes += self._extent_nbytes
         else:
             return False
+        self._extent_slots[extent] = SLOT_ALIGNMENT_NBYTES
         self._populated.appendleft(extent)
         return True
 
@@ -246,7 +248,7 @@ class Slots:
 
     def extents_serving_others(self, size: int) -> Extents:
         """Return the extents that are in use with a slot size other than `size`."""
-        return np.flatnonzero((self._extent_slots != 0) & (self._extent_slots != size))
+        return np.flatnonzero((self._used > 0) & (self._extent_slots != size))
 
     def extent_of(self, pages: Pages) -> Extents:
         return (pages // np.uint32(self._extent_pages)).astype(np.int64)

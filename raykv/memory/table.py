@@ -9,7 +9,7 @@ Source: seqlocks (Lameter, 2005; as in the Linux kernel), one per row.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,8 @@ class Table(HashIndex):
         own_header: The writer's copy of the header in private memory, for `restore_header`.
         namespaces: Array of NAMESPACE, indexed by group number. `text` is the group as JSON; it is empty if no group
             has the number.
-        extent_slots: The slot size of each extent of the arena, in bytes. 0 means that the extent is free.
+        extent_slots: The slot size of each extent of the arena, in bytes. In a free extent that has real memory, it is
+            the size before the extent became free. 0: the extent has no real memory, or nobody knows.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -104,10 +105,9 @@ class Table(HashIndex):
         """
         layout = Layout(rows, extents)
         memory = SharedMemory.create(path, layout.nbytes)
-        no_room = f"field 'max_chunks': no room for a table of {layout.nbytes:,} bytes; lower max_chunks"
-        if not memory.populate(0, layout.indexes[1]):
-            memory.path.unlink()
-            raise ConfigError(no_room)
+        refusal = memory.refusal(layout.indexes[1])
+        if refusal or not memory.populate(0, layout.indexes[1]):
+            _refuse(path, layout, refusal)
         header = np.frombuffer(memory.view, HEADER, 1)[0]
         header["rows"], header["index_size"] = rows, layout.index_size
         header["extents"], header["extent_nbytes"] = extents, extent_nbytes
@@ -115,8 +115,7 @@ class Table(HashIndex):
         header["magic"] = MAGIC  # written last, so that a half-made file is refused
         table = cls(memory)
         if not table.populate_rows(ROWS_AT_START):
-            memory.path.unlink()
-            raise ConfigError(no_room)
+            _refuse(path, layout, memory.refusal(layout.indexes[1]))
         return table
 
     # -- real memory ------------------------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ class Table(HashIndex):
     def populate_rows(self, upto: int) -> bool:
         """Take real memory for the rows before `upto`. Other threads and processes may read and write meanwhile.
 
-        Returns False if the file system has no room. Then `rows_populated` does not change.
+        Returns False if the file system or the control group has no room. Then `rows_populated` does not change.
         """
         first, end = self.rows_populated, min(upto, self.rows)
         if end <= first:
@@ -137,6 +136,8 @@ class Table(HashIndex):
         parts = self._layout.parts_of_rows(first, end)
         if end == self.rows:
             parts.append((self._layout.indexes[1], 4 * self._size))
+        if self.memory.refusal(sum(nbytes for _, nbytes in parts)):
+            return False
         if not all(self.memory.populate(offset, nbytes) for offset, nbytes in parts):
             return False
         self.own_header["rows_populated"] = end
@@ -144,7 +145,8 @@ class Table(HashIndex):
         return True
 
     def _populate_copy(self, number: int) -> bool:
-        return self.memory.populate(self._layout.indexes[number], 4 * self._size)
+        nbytes = 4 * self._size
+        return not self.memory.refusal(nbytes) and self.memory.populate(self._layout.indexes[number], nbytes)
 
     # -- clock and header ------------------------------------------------------------------------------------------
 
@@ -203,3 +205,10 @@ class Table(HashIndex):
         generation, state = (part[: self.rows_populated] for part in (self.columns.generation, self.columns.state))
         ready = (generation & 1 == 0) & (generation != 0) & (state != RowState.PENDING_DELETE)
         return np.flatnonzero(ready).astype(np.int32)
+
+
+def _refuse(path: Path | None, layout: Layout, refusal: str) -> NoReturn:
+    if path is not None:
+        path.unlink()
+    why = refusal or "the file system is full"
+    raise ConfigError(f"field 'max_chunks': no room for a table of {layout.nbytes:,} bytes ({why}); lower max_chunks")

@@ -225,7 +225,7 @@ class ChunkSender:
 
 
 def pin_window(store: Store, lock: threading.Lock, keys: KeyArray) -> tuple[Window, Pinned]:
-    """Pin chunks. Return a window of those that are in memory; its numbers are the rows, which the caller must unpin."""
+    """Pin chunks. Return a window of those that are in memory. Its numbers are the rows, which the caller unpins."""
     table, columns = store.table, store.table.columns
     with lock:
         now_s = time.monotonic()

@@ -23,6 +23,7 @@ import msgspec
 from raykv.config import GIB, NodeConfig
 from raykv.errors import ConfigError, DamagedError, RayKVError, TransientError, UsageError
 from raykv.membership.membership import MembershipPort
+from raykv.memory.cgroup import memory_limit
 from raykv.memory.host import give_way
 from raykv.memory.recovery import require_sound
 from raykv.metrics import Histogram
@@ -267,6 +268,7 @@ class Node:
         """Return the node's state and counters, as values that JSON can encode."""
         tiers, namespaces, announcer = self.mover.stats(), self.reconciler.list(), self._announcer
         heat = self.replicas.stats()
+        limit = memory_limit()
         with self.lock:
             store = self.store
             return {
@@ -283,6 +285,8 @@ class Node:
                 "chunks": store.chunks,
                 "recovered": store.recovered,
                 "extents_failed": store.allocator.slots.extents_failed,
+                "memory_limit_nbytes": limit.nbytes if limit else None,
+                "memory_refused": store.populator.refused,
                 "located": len(self.location_index),
                 "unannounced": announcer.waiting_keys,
                 "refused_connections": sum(server.refused for server in self._servers),

@@ -58,7 +58,8 @@ class Reclaimer:
     def _step(self) -> bool:
         """Do one step of each task. Returns whether there is more work."""
         store, quiet = self._store, self._quiet()
-        if time.monotonic() >= self._expired_s + self._config.heartbeat_s:
+        retry = time.monotonic() >= self._expired_s + self._config.heartbeat_s
+        if retry:
             self._expired_s = time.monotonic()
             if store.expire(self._lock, now_s=self._expired_s):
                 self._announcer.wake()
@@ -71,4 +72,4 @@ class Reclaimer:
             wait = self._mover.demotion.writing and not store.evictor.nearly_full
             more = not wait and store.evict_ahead(now_s=time.monotonic())
         all_of_it = quiet and not self._due.is_set() and has_to_spare(store.config.shm_dir)
-        return store.populator.step(self._lock, quiet=all_of_it) or more
+        return store.populator.step(self._lock, quiet=all_of_it, retry=retry) or more

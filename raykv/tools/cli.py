@@ -247,6 +247,8 @@ def _table(found: dict[str, Any]) -> str:
             f"  {name}  {state:<7}  {node['address']:<21}  {used:.2f} of {total:.2f} GiB in {node['chunks']:,} chunks, "
             f"{node['evicted']:,} evicted"
         )
+        if node.get("memory_refused"):
+            lines.append(f"  {'':<16}  the arena grows no further: {node['memory_refused']}")
     return "\n".join([*lines, *status_lines(found["nodes"])])
 
 

@@ -13,7 +13,9 @@ from typing import Final, Literal
 
 from raykv.config import GIB, KIB, MIB
 from raykv.memory import native, numa, pages
-from raykv.memory.host import cgroup_file, cgroup_memory, lines_of, meminfo
+from raykv.memory.cgroup import cgroup_file, lines_of
+from raykv.memory.cgroup import memory_limit as find_memory_limit
+from raykv.memory.host import meminfo
 
 Grade = Literal["ok", "better", "wrong"]
 
@@ -86,14 +88,17 @@ def shared_memory(root: Path) -> Finding:
 
 def memory_limit(root: Path) -> Finding:
     """Check the container's memory limit. Shared memory counts towards this limit."""
-    name, (limit, used) = "memory limit", cgroup_memory(root)
+    name, limit = "memory limit", find_memory_limit(root)
     if limit is None:
         return Finding(name, "ok", "no limit of a container")
     stat = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
     size = stat.f_blocks * stat.f_frsize if stat else 0
-    says = f"this container may use {_size(limit)}, shared memory included, and uses {_size(used)}"
+    says = (
+        f"this container may use {_size(limit.nbytes)}, shared memory included, and uses {_size(limit.used_nbytes)}; "
+        f"a node takes at most {_size(max(0, limit.room_nbytes))} more"
+    )
     remedy = "keep arena_nbytes well below the limit, or raise it (docker run --memory, resources.limits.memory)"
-    more = size > limit
+    more = size > limit.nbytes
     return better(name, f"{says}; /dev/shm promises {_size(size)}" if more else says, remedy, when=more)
 
 

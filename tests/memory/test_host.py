@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raykv.memory import host
-from raykv.memory.host import cgroup_memory, has_to_spare
+from raykv.memory.host import has_to_spare
 
 GIB = 1 << 30
 
@@ -69,17 +69,3 @@ def test_without_descriptors_nothing_is_spared_and_nothing_fails():
         assert not has_to_spare(None)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_limit_and_what_is_used_are_of_the_same_group(tmp_path):
-    say(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/pod/box",
-            "sys/fs/cgroup/pod/box/memory.max": "max",
-            "sys/fs/cgroup/pod/box/memory.current": str(GIB),
-            "sys/fs/cgroup/pod/memory.max": str(8 * GIB),
-            "sys/fs/cgroup/pod/memory.current": str(5 * GIB),
-        },
-    )
-    assert cgroup_memory(tmp_path) == (8 * GIB, 5 * GIB)

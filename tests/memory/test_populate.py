@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
-from raykv.memory import numa, populate
+from raykv.errors import ConfigError
+from raykv.memory import arena, numa, populate
 from raykv.memory.arena import SharedMemory, free_nbytes
+from raykv.memory.cgroup import RESERVE_NBYTES, MemoryLimit
 from raykv.memory.free_rows import FreeRows
 from raykv.memory.layout import ROWS_AT_START
 from raykv.memory.populate import Populator
@@ -74,7 +76,7 @@ def test_some_extents_are_populated_ahead_and_all_when_nobody_writes():
     assert memory.step_all(quiet=False) == 1
     assert memory.step_all(quiet=True) == EXTENTS - ahead - 1
     assert memory.taken() == EXTENTS * EXTENT_NBYTES
-    assert memory.slots.next_without_memory(failed=True) == -1
+    assert memory.slots.next_without_memory() == -1
 
 
 def test_each_extent_is_announced_once_before_its_first_use():
@@ -91,7 +93,7 @@ def test_each_extent_is_announced_once_before_its_first_use():
 
 def test_an_extent_that_was_claimed_meanwhile_stays_claimed_and_is_announced_once(monkeypatch):
     memory = Memory()
-    extent, take = memory.slots.next_without_memory(failed=False), memory.arena.populate
+    extent, take = memory.slots.next_without_memory(), memory.arena.populate
 
     def claimed(offset: int, nbytes: int, *, hurry: bool = False) -> bool:
         if not hurry:
@@ -130,10 +132,15 @@ def test_an_extent_without_memory_is_out_of_use_until_there_is_some(small_tmpfs)
     assert memory.slots.usable_nbytes == 3 * EXTENT_NBYTES
     assert memory.slots.free_nbytes == 0
     assert memory.step_all(quiet=False) == memory.step_all(quiet=True) == 0
+    assert "file system" in memory.populator.refused
+    assert not memory.populator.step(LOCK, quiet=False, retry=True)
     memory.slots.give(pages)
     assert memory.slots.free_nbytes == 2 * EXTENT_NBYTES
     ballast.unlink()
-    assert memory.step_all(quiet=True) == 2
+    assert memory.step_all(quiet=True) == 0
+    assert memory.populator.step(LOCK, quiet=True, retry=True)
+    assert not memory.populator.refused
+    assert memory.step_all(quiet=True) == 1
     assert memory.slots.extents_failed == EXTENTS - 5
     assert len(memory.take(9)) == 4
 
@@ -172,3 +179,83 @@ def test_where_memory_nodes_may_not_be_chosen_one_line_says_so(monkeypatch, capl
     memory.populator = Populator(memory.arena, memory.table, memory.slots, memory.free_rows, nodes=(0, 1))
     assert memory.step_all(quiet=True) == EXTENTS
     assert len(caplog.records) == 1
+
+
+def test_the_next_process_finds_populated_extents_populated():
+    """Under a full memory limit, it could not take this memory again."""
+    memory = Memory()
+    for _ in range(2):
+        memory.populator.step(LOCK, quiet=False)
+    memory.slots.give(memory.take(1))
+    again = Slots(memory.table.extent_slots, EXTENT_NBYTES)
+    again.open_extents()
+    assert again.free_populated_nbytes == memory.slots.free_populated_nbytes == memory.taken() == 2 * EXTENT_NBYTES
+    assert again.free_nbytes == EXTENTS * EXTENT_NBYTES
+
+
+class Container:
+    """A simulated memory limit. The arena's own memory counts as used."""
+
+    def __init__(self, memory: Memory, monkeypatch: pytest.MonkeyPatch, room_nbytes: int) -> None:
+        self.measured, self.room_nbytes = 0, room_nbytes
+        self._memory = memory
+        monkeypatch.setattr(arena, "memory_limit", self.measure)
+
+    def measure(self) -> MemoryLimit:
+        self.measured += 1
+        used = self._memory.taken()
+        return MemoryLimit(self.room_nbytes + RESERVE_NBYTES, used)
+
+
+def test_no_memory_is_taken_beyond_the_limit_of_the_container(monkeypatch, caplog):
+    memory = Memory()
+    container = Container(memory, monkeypatch, 3 * EXTENT_NBYTES)
+    assert memory.step_all(quiet=True) == 3
+    assert memory.taken() == 3 * EXTENT_NBYTES
+    assert "memory limit" in memory.populator.refused
+    assert not memory.populator.due
+    assert len(memory.take(EXTENTS)) == 3
+    assert memory.slots.extents_failed == EXTENTS - 3
+    measured = container.measured
+    assert not memory.populator.step(LOCK, quiet=True)
+    assert container.measured == measured, "without `retry`, the kernel is not asked again"
+    assert not memory.populator.step(LOCK, quiet=True, retry=True)
+    assert memory.taken() == 3 * EXTENT_NBYTES
+    assert len(caplog.records) == 1
+    container.room_nbytes = 9 * EXTENT_NBYTES
+    assert memory.populator.step(LOCK, quiet=False, retry=True)
+    assert not memory.populator.refused
+    assert memory.step_all(quiet=True) == 5
+    assert memory.taken() == 9 * EXTENT_NBYTES
+    assert len(memory.take(EXTENTS)) == 6
+
+
+def test_a_writer_leaves_room_for_the_extent_that_the_background_takes(monkeypatch):
+    memory = Memory()
+    Container(memory, monkeypatch, EXTENT_NBYTES)
+    take, taken = memory.arena.populate, []
+
+    def meanwhile(offset: int, nbytes: int, *, hurry: bool = False) -> bool:
+        taken.append(len(memory.take(1)))
+        return take(offset, nbytes, hurry=hurry)
+
+    monkeypatch.setattr(memory.arena, "populate", meanwhile)
+    assert memory.populator.step(LOCK, quiet=False)
+    assert taken == [0]
+    assert memory.taken() == EXTENT_NBYTES
+
+
+def test_rows_are_not_populated_beyond_the_limit_either(monkeypatch):
+    memory = Memory(rows=5 * ROWS_AT_START)
+    container = Container(memory, monkeypatch, 100)
+    assert not memory.populator.step(LOCK, quiet=False)
+    assert memory.table.rows_populated == memory.free_rows.limit == ROWS_AT_START
+    container.room_nbytes = 64 * MIB
+    assert memory.populator.step(LOCK, quiet=False, retry=True)
+    assert memory.table.rows_populated == memory.free_rows.limit == 5 * ROWS_AT_START
+
+
+def test_a_table_beyond_the_limit_is_refused(monkeypatch):
+    monkeypatch.setattr(arena, "memory_limit", lambda: MemoryLimit(200 * MIB, 150 * MIB))
+    with pytest.raises(ConfigError, match=r"max_chunks.*memory limit is 209,715,200 bytes, and 157,286,400 are in use"):
+        Table.create(None, rows=1 << 20, extents=1, extent_nbytes=MIB, now_s=0.0)

@@ -205,8 +205,7 @@ def check_slots(store: Store, rows: list[int]) -> None:
             assert owner.setdefault(page, row) == row, "two chunks in one place"
     for extent in range(table.extents):
         assert sorted(slots.rows_in(extent).tolist()) == sorted(by_extent.get(extent, []))
-    serving = [size for size in extent_sizes if size]
-    tails = sum(table.extent_nbytes % size for size in serving)
+    tails = sum(table.extent_nbytes % extent_sizes[extent] for extent in by_extent)
     unusable = tails + slots.extents_failed * table.extent_nbytes
     assert slots.free_nbytes == table.extents * table.extent_nbytes - sum(sizes.values()) - unusable
 

@@ -8,7 +8,7 @@ import pytest
 import raykv
 from raykv.config import NamespaceConfig
 from raykv.embedded import EmbeddedCluster
-from raykv.tools.cli import main, parser
+from raykv.tools.cli import _table, main, parser
 from raykv.tools.commands import status_lines
 
 MINE = raykv.Namespace(model="mine", dtype="bf16", chunk_tokens=4)
@@ -109,6 +109,15 @@ def test_status_shows_the_namespaces(running):
     assert lines[2] == "    priority=3"
     assert "get of several chunks: half within" in lines[3]
     assert status_lines({"n": {"error": "down"}}) == []
+
+
+def test_status_says_why_an_arena_does_not_grow(running):
+    node = {**running.nodes[0].stats(), "member": True}
+    status = {"name": "c", "epoch": 1, "directory": {"pid": 1}, "nodes": {"n": node}}
+    assert node["memory_refused"] == ""
+    assert len(_table(status).splitlines()) == 4  # cluster, node, two lines of namespaces
+    node["memory_refused"] = "the limit is near"
+    assert _table(status).splitlines()[2].strip() == "the arena grows no further: the limit is near"
 
 
 def test_without_a_node_ray_is_asked():
