@@ -17,7 +17,7 @@ from raykv.errors import RayKVError, TransientError
 from raykv.node.location_index import LocationIndex
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import pack_bits
-from raykv.protocol.placement import Member, View
+from raykv.protocol.placement import Member, View, owner_changed
 from raykv.protocol.reasons import Place
 from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
@@ -102,7 +102,7 @@ class Announcer:
         # The new view is already set, so chunks that are stored after this line are announced to their new owners.
         keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])
         if old.members and view.epoch == old.epoch + 1:  # otherwise a view was missed, so announce all keys
-            keys = keys[_owner_changed(old, view, keys)]
+            keys = keys[owner_changed(old, view, keys)]
         self.announce(keys)
         self._adopting = False
 
@@ -181,16 +181,3 @@ class Announcer:
             places, nbytes[absent] = self._mover.find(keys[absent])
             below[absent] = places != Place.NOWHERE
         return nbytes, below
-
-
-def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
-    """Return for each key whether its owner is another node now, or has restarted with an empty location index."""
-    if not new.members:
-        return np.zeros(len(keys), np.bool_)
-    return np.not_equal(_incarnations(old, keys), _incarnations(new, keys))
-
-
-def _incarnations(view: View, keys: KeyArray) -> npt.NDArray[np.int64]:
-    """Return the incarnation of each key's owner: the start time of the owner's process, in nanoseconds."""
-    incarnations = {member.node_id: member.incarnation for member in view.members}
-    return np.array([incarnations[name] for name in view.ring.nodes], np.int64)[view.ring.owners(keys)]

@@ -24,6 +24,10 @@ MAX_SHARED: Final = 1 << 17
 """Keys share `Location` objects through a table. If the locations in the table have more than this many holders in
 total, `LocationIndex` clears it."""
 
+SPREAD_HOLDERS: Final = 3
+"""If a chunk has at least this many holders, its owner does not answer every read with `locate` itself, but names other
+holders. With fewer holders, the further request would cost more than it saves."""
+
 
 class Location(NamedTuple):
     """The holders of one chunk.
@@ -122,6 +126,23 @@ class LocationIndex:
             self._locations = left
 
 
+def named_holders(holders: tuple[NodeId, ...], rng: Random) -> tuple[NodeId, ...]:
+    """Return the holders that an answer names: all, or a random choice of MAX_HOLDERS."""
+    return tuple(rng.sample(holders, MAX_HOLDERS)) if len(holders) > MAX_HOLDERS else holders
+
+
+def left_to_others(location: Location, node_id: NodeId, rng: Random) -> Location | None:
+    """Decide whether an owner leaves the read of a chunk that it has to the chunk's other holders.
+
+    Returns:
+        The location without this node, for all but an equal share of the reads; None if this node serves the read.
+    """
+    count = len(location.holders)
+    if count < SPREAD_HOLDERS or rng.random() * count < 1:
+        return None
+    return location.within(frozenset(location.holders) - {node_id})
+
+
 def located(locations: Sequence[Location], rng: Random) -> Located:
     """Encode locations, one for each key, as the answer to a `Locate` request.
 
@@ -133,9 +154,7 @@ def located(locations: Sequence[Location], rng: Random) -> Located:
     choices: dict[tuple[NodeId, ...], tuple[NodeId, ...]] = {}
     entries: dict[int, tuple[int, int, bool]] = {}
     for identity, (holders, below, nbytes) in distinct.items():
-        shown = holders
-        if len(holders) > MAX_HOLDERS:
-            shown = choices.get(holders) or choices.setdefault(holders, tuple(rng.sample(holders, MAX_HOLDERS)))
+        shown = choices.get(holders) or choices.setdefault(holders, named_holders(holders, rng))
         number = numbers.setdefault(shown, len(numbers)) if shown else -1
         entries[identity] = (number, nbytes, bool(holders) and len(below) == len(holders))
     columns = np.array([entries[id(location)] for location in locations], np.int64).reshape(-1, 3)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from raykv.types import KeyArray, NodeId
+from raykv.types import Bits, KeyArray, NodeId
 
 SLOT_BITS: Final = 12
 SLOTS: Final = 1 << SLOT_BITS
@@ -75,6 +75,19 @@ class View(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def _by_id(self) -> dict[NodeId, Member]:
         return {member.node_id: member for member in self.members}
+
+
+def owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
+    """Return for each key whether its owner is another node in `new`, or has restarted with an empty location index."""
+    if not new.members:
+        return np.zeros(len(keys), np.bool_)
+    return np.not_equal(_incarnations(old, keys), _incarnations(new, keys))
+
+
+def _incarnations(view: View, keys: KeyArray) -> npt.NDArray[np.int64]:
+    """Return the incarnation of each key's owner: the start time of the owner's process, in nanoseconds."""
+    incarnations = {member.node_id: member.incarnation for member in view.members}
+    return np.array([incarnations[name] for name in view.ring.nodes], np.int64)[view.ring.owners(keys)]
 
 
 class Ring:

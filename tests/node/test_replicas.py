@@ -11,7 +11,7 @@ from raykv.client import root_copies
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import UsageError
 from raykv.membership import heat_map
-from raykv.node import heat, replicas
+from raykv.node import heat, prefixes
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.heat import HeatOrders
 from tests.support.nodes import SPACE, Peer, cluster, content, keys_of, names, wait_until
@@ -26,8 +26,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(heat, "HALF_LIFE_S", 0.2)
     monkeypatch.setattr(heat_map, "PLAN_S", 0.02)
     monkeypatch.setattr(heat_map, "START_S", 0.0)
-    monkeypatch.setattr(replicas, "UNLISTED_S", 0.3)
-    monkeypatch.setattr(replicas, "KNOWN_S", 2.0)
+    monkeypatch.setattr(prefixes, "UNLISTED_S", 0.3)
+    monkeypatch.setattr(prefixes, "KNOWN_S", 2.0)
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def test_without_the_directory_replicas_stay():
 
 
 def test_a_wrong_head_is_refused_and_the_number_of_prefixes_is_bounded(monkeypatch):
-    monkeypatch.setattr(replicas, "MAX_PREFIXES", 4)
+    monkeypatch.setattr(prefixes, "MAX_PREFIXES", 4)
     with hot_cluster(1) as running:
         node = running.nodes[0]
         peer = Peer(node)
@@ -201,4 +201,4 @@ def test_a_wrong_head_is_refused_and_the_number_of_prefixes_is_bounded(monkeypat
             keys = np.full((1000, 2), number, np.uint64)
             keys[:, 1] += np.arange(1000, dtype=np.uint64) * np.uint64(64)
             node.replicas.add(bytes(16), keys, np.empty(0, np.int32), now_s=0.0)
-        assert len(node.replicas._prefixes[bytes(16)].keys) <= replicas.MAX_PREFIX_CHUNKS
+        assert len(node.replicas._prefixes._prefixes[bytes(16)].keys) <= prefixes.MAX_PREFIX_CHUNKS

@@ -11,7 +11,7 @@ import numpy as np
 from raykv.errors import CapacityError
 from raykv.node.announcer import Announcer
 from raykv.node.heat import HeatMeter
-from raykv.node.location_index import Location, LocationIndex, located
+from raykv.node.location_index import Location, LocationIndex, left_to_others, located
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import messages
 from raykv.protocol.codec import keys_in, numbers_in
@@ -26,9 +26,6 @@ into memory."""
 PROMOTED_KEYS: Final = 64
 """A request promotes at most this many chunks at a time, and pins them before it promotes the next ones. Otherwise the
 next promotion could evict the chunks before they are read."""
-SPREAD_HOLDERS: Final = 3
-"""If a chunk has at least this many holders, its owner does not answer every read with `locate` itself, but names other
-holders. With fewer holders, the further request would cost more than it saves."""
 
 
 class ReadHandler:
@@ -81,12 +78,10 @@ class ReadHandler:
         """
         fates: dict[int, Location | None] = {}
         for place, location in enumerate(locations):
-            if len(location.holders) < SPREAD_HOLDERS or pinned.rows[place] < 0:
+            if pinned.rows[place] < 0:
                 continue
             if id(location) not in fates:
-                others = frozenset(location.holders) - {self._node_id}
-                serves = self._rng.random() * len(location.holders) < 1
-                fates[id(location)] = None if serves else location.within(others)
+                fates[id(location)] = left_to_others(location, self._node_id, self._rng)
             if (elsewhere := fates[id(location)]) is not None:
                 self._end_pins(pinned.rows[place : place + 1])
                 pinned.rows[place], pinned.nbytes[place], locations[place] = -1, 0, elsewhere
