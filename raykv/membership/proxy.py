@@ -1,7 +1,7 @@
 """A proxy through which a node without Ray calls the directory.
 
 The proxy server runs in the process that supervises the node, and listens on the loopback interface. The server serves
-only this node. The node must prove that it knows the cluster's secret.
+only this node. The node must prove that it knows the cluster's secret. A directory without Ray can serve all nodes.
 """
 
 import math
@@ -39,8 +39,8 @@ class MembershipProxyServer:
 
     epoch = 0
 
-    def __init__(self, membership: MembershipPort, node_id: NodeId) -> None:
-        """Forward calls to `membership`, but only those of node `node_id`."""
+    def __init__(self, membership: MembershipPort, node_id: NodeId | None) -> None:
+        """Forward calls to `membership`, but only those of node `node_id`. None: those of all nodes."""
         self._membership, self._node_id = membership, node_id
 
     def session(self, *, local: bool) -> Session:
@@ -57,11 +57,11 @@ class MembershipProxyServer:
 
     def _answer(self, request: messages.Message) -> messages.Answer:
         match request:
-            case messages.Heartbeat(member=member) if member.node_id == self._node_id:
+            case messages.Heartbeat(member=member) if self._node_id in (None, member.node_id):
                 return self._membership.beat(request)
             case messages.Configure():
                 return messages.Configured(self._membership.configure(request))
-            case messages.Leave() if request.node_id == self._node_id:
+            case messages.Leave() if self._node_id in (None, request.node_id):
                 self._membership.leave(request.node_id)
                 return messages.Done()
         raise UsageError(f"{type(request).__name__} is not for this proxy: it serves node {self._node_id!r} alone")
@@ -70,9 +70,9 @@ class MembershipProxyServer:
 class MembershipProxy:
     """The node's end of the proxy: a `MembershipPort`. Thread-safe, because each call makes its own connection."""
 
-    def __init__(self, address: str, secret: bytes) -> None:
-        """Use the proxy server at `address` ("host:port")."""
-        self._address, self._secret = address, secret
+    def __init__(self, address: str, secret: bytes, *, answer_s: float = ANSWER_S) -> None:
+        """Use the proxy server at `address` ("host:port"). `answer_s`: how long one call waits at most."""
+        self._address, self._secret, self._answer_s = address, secret, answer_s
 
     def beat(self, heartbeat: messages.Heartbeat) -> messages.HeartbeatAnswer:
         return self._call(heartbeat, messages.HeartbeatAnswer)
@@ -84,7 +84,7 @@ class MembershipProxy:
         self._call(messages.Leave(node_id), messages.Done)
 
     def _call(self, request: messages.Message, kind: type[T]) -> T:
-        deadline_s = time.monotonic() + ANSWER_S
+        deadline_s = time.monotonic() + self._answer_s
         link = Link.connect(self._address, self._secret, deadline_s=deadline_s)
         try:
             return codec.expect(kind, link.call(request, deadline_s=deadline_s))

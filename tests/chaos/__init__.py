@@ -1,0 +1,1 @@
+"""Real processes in network namespaces, under load, while nodes, the directory and the network fail."""

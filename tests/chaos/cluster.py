@@ -1,0 +1,236 @@
+"""A cluster of real processes: a directory, a node with its owner on each host, and clients under load."""
+
+import os
+import secrets
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from tests.chaos.children import Child, Gone, ask_all
+from tests.chaos.hosts import Network
+from tests.support.nodes import stop_process
+
+DIRECTORY: Final = "dir"
+"""The host of the directory. A client without a node on its host runs there, too."""
+PORT: Final = 7000
+HEARTBEAT_S: Final = 0.25
+MEMBER_TIMEOUT_S: Final = 1.5
+CHUNK_NBYTES: Final = 256 << 10
+ARENA_NBYTES: Final = 64 << 20
+POLL_S: Final = 0.02
+
+
+class Cluster:
+    """Processes on the hosts of a network. `close` ends all and removes their files.
+
+    Attributes:
+        network: The hosts.
+        owners: The owner of each host's node.
+        clients: The process of clients on each host.
+        results: Sum of what the clients counted.
+        problems: What the clients found wrong.
+        overruns_s: How late the latest operation ended: by the clock, and without the time that other processes took.
+    """
+
+    def __init__(self, hosts: Sequence[str], *, seed: int, network: Network | None = None, **storage: Any) -> None:
+        """Make the network, and start nothing. `storage`: fields of StorageConfig. `network`: use this one."""
+        self._owns_network = network is None
+        self._shm_dir = Path(tempfile.mkdtemp(prefix="raykv-chaos-", dir="/dev/shm"))
+        self._secret, self._seed = secrets.token_hex(32), seed
+        self._storage = {
+            "arena_nbytes": ARENA_NBYTES, "extent_nbytes": 4 << 20, "shm_dir": str(self._shm_dir), **storage
+        }  # fmt: skip
+        self.hosts = list(hosts)
+        self.owners: dict[str, Child] = {}
+        self.clients: dict[str, Child] = {}
+        self.directory: Child | None = None
+        self.results: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.overruns_s = [0.0, 0.0]
+        self._probes = 0
+        self._starting: list[str] = []
+        self.network = network or Network([*hosts, DIRECTORY])
+
+    # -- processes --------------------------------------------------------------------------------------------------
+
+    def start(self, hosts: Sequence[str] | None = None, *, prompts: int = 150) -> None:
+        """Start the directory, the nodes of `hosts` (None: all), and the clients of all hosts."""
+        self.start_directory()
+        for host in hosts or self.hosts:
+            self.start_node(host)
+        self.wait_ready()
+        for host in self.hosts:
+            self._start_client(host, f"unix:{self._shm_dir}/raykv-chaos-{host}.sock", prompts)
+        stats = self.owners[self.hosts[0]].ask("stats")
+        self._start_client(DIRECTORY, stats["address"], prompts)
+        for client in self.clients.values():
+            assert client.receive() == "ready"
+
+    def _child(self, host: str, module: str, **fields: Any) -> Child:
+        clock = self._clock(host)
+        if not clock.exists():
+            clock.write_bytes(bytes(8))
+        path = os.pathsep.join([str(Path(__file__).parent / "clock"), *(each or os.getcwd() for each in sys.path)])
+        environment = ["env", f"RAYKV_TEST_CLOCK={clock}", f"PYTHONPATH={path}"]
+        command = self.network.command(host, *environment)
+        return Child(command, f"tests.chaos.{module}", secret=self._secret, **fields)
+
+    def _clock(self, host: str) -> Path:
+        return self._shm_dir / f"clock-{host}"
+
+    def start_directory(self) -> None:
+        """Start the directory, and wait until it serves."""
+        self.directory = self._child(
+            DIRECTORY, "directory", address=self._directory_address, member_timeout_s=MEMBER_TIMEOUT_S
+        )
+        assert self.directory.receive() == "ready"
+
+    @property
+    def _directory_address(self) -> str:
+        return f"{self.network.addresses[DIRECTORY]}:{PORT}"
+
+    def start_node(self, host: str) -> None:
+        """Start a host's node. `wait_ready` waits for it."""
+        config = {
+            "cluster": "chaos",
+            "node_id": host,
+            "host": host,  # all hosts of the test share one /dev/shm
+            "bind": f"{self.network.addresses[host]}:0",
+            "heartbeat_s": HEARTBEAT_S,
+            "storage": self._storage,
+        }
+        self.owners[host] = self._child(host, "owner", name=host, config=config, directory=self._directory_address)
+        self._starting.append(host)
+
+    def wait_ready(self) -> None:
+        """Wait until the nodes that were started serve."""
+        starting, self._starting = self._starting, []
+        for host in starting:
+            assert self.owners[host].receive() == "ready"
+
+    def restart_ended(self) -> None:
+        """Start the owners that have ended, as Ray does."""
+        for host, owner in list(self.owners.items()):
+            if owner.ended:
+                owner.close()
+                self.start_node(host)
+        self.wait_ready()
+
+    def stop_node(self, host: str, *, unlink: bool) -> None:
+        """Stop a node in order. `unlink`: it leaves the cluster and its memory is removed."""
+        owner = self.owners.pop(host)
+        owner.ask("stop", unlink=unlink)
+        owner.close()
+
+    def _start_client(self, host: str, address: str, prompts: int) -> None:
+        fields = {"seed": f"{self._seed}-{host}", "nbytes": CHUNK_NBYTES, "prompts": prompts}
+        self.clients[host] = self._child(host, "load", name=host, address=address, **fields)
+
+    def start_load(self) -> None:
+        ask_all(self.clients, "start")
+
+    def close(self) -> None:
+        """End everything. What cannot end in order is killed with its host."""
+        children = [*self.clients.values(), *self.owners.values(), *([self.directory] if self.directory else [])]
+        for pid in self.network.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        for child in children:
+            child.kill()
+        if self._owns_network:
+            self.network.close()
+        shutil.rmtree(self._shm_dir, ignore_errors=True)
+
+    # -- what may happen --------------------------------------------------------------------------------------------
+
+    def pids(self, host: str) -> dict[str, int]:
+        """Return the process ids on a host: "node", "supervisor", "owner"."""
+        found: dict[str, int] = self.owners[host].ask("pids")
+        return found
+
+    def pause(self, pid: int) -> None:
+        stop_process(pid)
+
+    def resume(self, pid: int) -> None:
+        os.kill(pid, signal.SIGCONT)
+
+    def set_clock(self, host: str, shift_s: float) -> None:
+        """Let the wall clock of a host's processes jump: from now on it shows `shift_s` more than the real one."""
+        with self._clock(host).open("r+b") as file:
+            file.write(struct.pack("d", shift_s))
+
+    def drain(self, host: str) -> dict[str, Any]:
+        """Move a node's chunks to the others, then stop it. Returns what the drain has done."""
+        owner = self.owners[host]
+        owner.ask("drain", nbytes_per_s=1e9)
+        until_s, found = time.monotonic() + 60.0, dict[str, Any]()
+        while found.get("state") != "done":
+            assert time.monotonic() < until_s, f"the drain does not end: {found}"
+            time.sleep(POLL_S)
+            found = owner.ask("stats")["drain"] or {}
+        self.stop_node(host, unlink=True)
+        return found
+
+    # -- what must hold ---------------------------------------------------------------------------------------------
+
+    def collect(self) -> Counter[str]:
+        """Add the clients' results since the last call to the sums. Returns these results."""
+        found: Counter[str] = Counter()
+        for report in ask_all(self.clients, "report").values():
+            found.update(report["counts"])
+            self.problems += report["problems"]
+            self.overruns_s = [max(pair) for pair in zip(self.overruns_s, report["overruns_s"], strict=True)]
+        self.results += found
+        return found
+
+    def unsettled(self) -> str:
+        """Say why the nodes do not agree yet; empty if they do and have announced all."""
+        assert self.directory is not None
+        view = self.directory.ask("view")
+        if set(view["members"]) != set(self.owners):
+            return f"members {sorted(view['members'])}, wanted {sorted(self.owners)}"
+        for host, stats in ask_all(self.owners, "stats").items():
+            if stats["epoch"] != view["epoch"]:
+                return f"{host} has epoch {stats['epoch']}, the directory {view['epoch']}"
+            if stats["incarnation"] != view["members"][host]:
+                return f"the directory knows another process of {host}"
+            if stats["unannounced"]:
+                return f"{host} has {stats['unannounced']} keys to announce"
+        return ""
+
+    def converge(self, within_s: float) -> float:
+        """Wait until all nodes agree, and each host reads what each other one has written. Returns the seconds."""
+        began_s, problem = time.monotonic(), "not asked yet"
+        while problem:
+            try:
+                problem = self.unsettled()
+            except Gone as error:
+                problem = str(error)
+            self._require(began_s, within_s, problem)
+        self._probes += 1
+        names = {host: [f"probe-{self._probes}-{host}"] for host in self.owners}
+        for host, name in names.items():
+            while not self.clients[host].ask("write", names=name):
+                self._require(began_s, within_s, f"{host} cannot store")
+        everything = [name for each in names.values() for name in each]
+        lacking: dict[str, list[str]] | None = None
+        while lacking is None or any(lacking.values()):
+            hits = ask_all(self.clients, "read", names=everything)
+            lacking = {
+                host: [name for name, hit in zip(everything, got, strict=True) if not hit] for host, got in hits.items()
+            }
+            self._require(began_s, within_s, f"not readable: {lacking}")
+        return time.monotonic() - began_s
+
+    def _require(self, began_s: float, within_s: float, problem: str) -> None:
+        if problem and time.monotonic() - began_s > within_s:
+            raise AssertionError(f"not converged {time.monotonic() - began_s:.2f} s after the last change: {problem}")
+        time.sleep(POLL_S)
