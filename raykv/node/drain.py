@@ -25,7 +25,7 @@ from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
 from raykv.tier.segments.format import raw_keys
 from raykv.transport.pool import ConnectionPool
-from raykv.types import KeyArray, Rows
+from raykv.types import Bits, KeyArray, Rows
 
 SETTLE_BEATS: Final = 2
 """After the view has changed, the drain waits for this many heartbeats. Until then, other nodes announce their chunks
@@ -50,7 +50,10 @@ class Drain:
         mover: TierMover,
         pool: ConnectionPool,
         view: Callable[[], View],
+        copied: Callable[[KeyArray], Bits],
     ) -> None:
+        """`copied` returns for each key whether this node has made replicas of the chunk on other nodes."""
+        self._copied = copied
         self._config, self._node_id = config, config.node_id
         self._store, self._lock, self._mover, self._view = store, lock, mover, view
         self._sender = ChunkSender(config.node_id, pool, view, self._group, random.Random())
@@ -109,7 +112,8 @@ class Drain:
         here, unsent = pinned.rows >= 0, np.zeros(len(window.keys), np.bool_)
         offsets = pinned.offsets[here]
         try:
-            elsewhere = sender.held_elsewhere(window.keys)
+            # A Write of a chunk that a node holds as a replica makes the replica an ordinary chunk.
+            elsewhere = sender.held_elsewhere(window.keys) & ~self._copied(window.keys)
             self.progress.elsewhere += int(elsewhere.sum())
             for places in runs_of(window, ~elsewhere):
                 if stopping.is_set():

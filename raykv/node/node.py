@@ -100,8 +100,8 @@ class Node:
         self._pool = ConnectionPool(secret, breaker_s=config.heartbeat_s, max_idle=2, tls=tls)
         self.location_index = index = LocationIndex()
         announcer = self._announcer = Announcer(config, store, self.lock, mover, index, self._pool, changed)
-        self.drain = Drain(config, store, self.lock, mover, self._pool, lambda: self.view)
         self.replicas = Replicas(config, store, self.lock, self._pool, lambda: self.view)
+        self.drain = Drain(config, store, self.lock, mover, self._pool, lambda: self.view, self.replicas.copied_keys)
         self._reclaimer = Reclaimer(config, store, self.lock, mover, announcer, due, self.drain.started)
         self.handlers: HandlerTable = {
             messages.Attach: self._attach,

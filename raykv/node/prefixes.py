@@ -152,6 +152,11 @@ class Prefixes:
         prefix.listed_s = now_s
         return prefix.keys
 
+    def ordinary_keys(self) -> KeyArray:
+        """Return the keys of the prefixes that this node holds as ordinary chunks, and that have replicas elsewhere."""
+        held = [prefix.keys for prefix in self._prefixes.values() if not prefix.replica]
+        return np.concatenate([np.empty((0, 2), np.uint64), *held])
+
     def replica_rows(self) -> Rows:
         """Return the rows of all replicas."""
         held = [self._replica_rows(prefix) for prefix in self._prefixes.values() if prefix.replica]

@@ -97,6 +97,16 @@ class Replicas:
         """Record a part of a prefix that another node has sent: see `Prefixes.add`. The caller holds the lock."""
         self._prefixes.add(head, keys, stored, now_s=now_s)
 
+    def make_ordinary(self, keys: KeyArray) -> None:
+        """Make replicas ordinary chunks, because the node with the ordinary copy sends them before it leaves.
+
+        The caller holds the lock.
+        """
+        rows = self._store.table.find(keys)
+        rows = rows[rows >= 0]
+        if self._store.row_hints.replicas(rows).any():
+            self._store.row_hints.set_replica(rows, replica=False)
+
     # -- reports and orders -----------------------------------------------------------------------------------------
 
     def report(self, *, now_s: float) -> HeatReport:
@@ -113,6 +123,13 @@ class Replicas:
                     self._waiting[copy] = None
         if self._waiting:
             self._ordered.set()
+
+    def copied_keys(self, keys: KeyArray) -> Bits:
+        """Return for each key whether other nodes may hold replicas that this node has made."""
+        with self._lock:
+            known = self._prefixes.ordinary_keys()
+        found: Bits = np.isin(keys[:, 1], known[:, 1])
+        return found
 
     # -- copies -----------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Hot prefixes get replicas on other nodes of a real cluster, readers use them, and they go when nobody reads."""
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from raykv.membership import heat_map
 from raykv.node import heat, prefixes
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.heat import HeatOrders
+from tests.support.drains import drain
 from tests.support.nodes import SPACE, Peer, cluster, content, keys_of, names, wait_until
 
 NBYTES = 20_000
@@ -202,3 +204,22 @@ def test_a_wrong_head_is_refused_and_the_number_of_prefixes_is_bounded(monkeypat
             keys[:, 1] += np.arange(1000, dtype=np.uint64) * np.uint64(64)
             node.replicas.add(bytes(16), keys, np.empty(0, np.int32), now_s=0.0)
         assert len(node.replicas._prefixes._prefixes[bytes(16)].keys) <= prefixes.MAX_PREFIX_CHUNKS
+
+
+def test_a_drain_leaves_ordinary_copies_of_what_has_replicas(monkeypatch):
+    """Other nodes hold replicas of the chunks. They would be deleted when the prefix cools."""
+    monkeypatch.setattr(prefixes, "UNLISTED_S", 2.0)
+    with hot_cluster(3) as running:
+        keys = store_chain(running, 0, 4)
+        with heated(running, keys, [1]):
+            wait_until(lambda: holders(running, keys) == {0, 1, 2})
+            running.settle()
+            running.membership.logic.heat._hot = math.inf
+        drain(running, 0)
+        wait_until(lambda: running.nodes[0].drain.progress.state == "done")
+        progress = running.nodes[0].drain.progress
+        assert (progress.left, progress.moved + progress.elsewhere) == (0, 4)
+        running.nodes[0].stop(unlink=True)
+        wait_until(lambda: all(node.stats()["heat"]["replicas"] == 0 for node in running.nodes[1:]))
+        running.settle()
+        assert running.client(SPACE, node=2).match(keys).count == 4

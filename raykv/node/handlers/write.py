@@ -129,6 +129,8 @@ class WriteHandler:
         with self._lock:
             group = self._store.groups.number(request.group)
             missing = self._store.missing(batch.keys, now_s=now_s)
+            if not request.replica:
+                self._replicas.make_ordinary(batch.keys)
             count = min(len(missing), self._most_slots(session, request.nbytes))
             count = count if request.evict else min(count, self._store.evictor.spare_slots(slot_nbytes(request.nbytes)))
             slots = self._store.lend(group, request.nbytes, count, protect=protect, now_s=now_s)
