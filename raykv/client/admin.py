@@ -241,11 +241,7 @@ class AdminCalls:
     def _node_stats(self, deadline_s: float) -> dict[NodeId, dict[str, Any]]:
         """Return the counters of all members, and of this host's node, which may not be a member yet."""
         report(self.router, self.namespace, deadline_s)
-        answers = self.router.ask_all(messages.GetStats(), deadline_s)
-        return {
-            name: msgspec.json.decode(answer.stats) if isinstance(answer, messages.Stats) else {"error": str(answer)}
-            for name, answer in answers.items()
-        }
+        return self.router.stats(deadline_s)
 
     def view(self) -> View:
         """Fetch the current view (members and ring) from this host's node, or from another node."""

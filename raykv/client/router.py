@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from raykv.errors import ConfigError, PeerUnavailable, RayKVError, TransientErro
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.metrics import ClientMetrics
 from raykv.protocol import chunk_keys, messages
-from raykv.protocol.codec import array, expect, unpack_bits
+from raykv.protocol.codec import array, expect, stats_in, unpack_bits
 from raykv.protocol.placement import Member, View
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.transport.data_path import PathEnvironment, open_data_paths
@@ -262,6 +262,16 @@ class Router:
         """Send each member its request, in parallel. Return each member's answer or error."""
         work = {name: partial(self.call, name, request, deadline_s) for name, request in requests.items()}
         return self.parallel.run(work)
+
+    def stats(self, deadline_s: float) -> dict[NodeId, dict[str, Any]]:
+        """Return the counters of all members and of this host's node, or {"error": ...} without an answer."""
+        found: dict[NodeId, dict[str, Any]] = {}
+        for name, answer in self.ask_all(messages.GetStats(), deadline_s).items():
+            try:
+                found[name] = {"error": str(answer)} if isinstance(answer, RayKVError) else stats_in(answer)
+            except RayKVError as error:
+                found[name] = {"error": str(error)}
+        return found
 
     # -- locations --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -154,9 +153,8 @@ class Inquiry:
         """Search other namespaces for chunks, the most similar namespace first."""
         found: dict[int, Why] = {}
         if self._others is None and places:
-            answers = self._router.ask_all(messages.GetStats(), self._deadline_s).values()
-            stats = [msgspec.json.decode(each.stats) for each in answers if isinstance(each, messages.Stats)]
-            self._others = _alike(self._namespace, {text for each in stats for text in each["namespaces"]})
+            stats = self._router.stats(self._deadline_s).values()
+            self._others = _alike(self._namespace, {text for each in stats for text in each.get("namespaces", ())})
         for other in self._others or ():
             places = [place for place in places if place not in found]
             self._other_keys -= len(places)

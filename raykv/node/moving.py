@@ -4,14 +4,13 @@ A run of chunks goes to the owner of its first key if that node has free room in
 `raykv.node.rooms`. If no memory has room, the run goes through the memory of a node into a tier below it.
 """
 
-import json
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ from raykv.errors import RayKVError, TransientError
 from raykv.eviction.base import live_parents
 from raykv.node.rooms import Room, Rooms
 from raykv.protocol import chunk_keys, messages
-from raykv.protocol.codec import array, expect
+from raykv.protocol.codec import array, expect, stats_in
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.storage.store import Pinned, Store
@@ -193,10 +192,12 @@ class ChunkSender:
         deadline_s = time.monotonic() + ASK_S
         try:
             answer = self._pool.ask(member.address, _caller(messages.GetStats(), deadline_s), deadline_s=deadline_s)
-            stats: dict[str, Any] = json.loads(expect(messages.Stats, answer).stats)
+            stats = stats_in(answer)
             memory = int(ROOM_SHARE * stats["arena_nbytes"]) - int(stats["used_nbytes"])
-            return Room(max(0, memory), sum(int(each.get("spare_nbytes", 0)) for each in stats["tiers"].values()))
-        except (RayKVError, ValueError, KeyError) as error:
+            return Room(
+                max(0, memory), sum(int(each.get("spare_nbytes", 0)) for each in stats.get("tiers", {}).values())
+            )
+        except (RayKVError, ValueError, TypeError, AttributeError) as error:
             log.info("%s does not say how much room it has: %s", member.node_id, error)
             return Room()
 

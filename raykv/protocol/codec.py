@@ -28,7 +28,8 @@ from raykv.errors import (
 )
 from raykv.protocol import chunk_keys
 from raykv.protocol.chunk_keys import KEY_NBYTES
-from raykv.protocol.messages import MAX_KEYS, Answer, Failure, Message, Request, Unavailable
+from raykv.protocol.messages import MAX_KEYS, Answer, Failure, Message, Request, Stats, Unavailable
+from raykv.protocol.namespace import Namespace
 from raykv.types import Bits, KeyArray
 
 T = TypeVar("T")
@@ -140,6 +141,45 @@ def fields(text: bytes) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"fields must be a JSON object in UTF-8: {_short(error)}") from error
+
+
+class _GroupStats(msgspec.Struct):
+    config: dict[str, Any]
+    get_counts: list[int]
+    put_counts: list[int]
+    chunks: int = 0
+    used_nbytes: int = 0
+    reads: int = 0
+    requests: int = 0
+    served_nbytes: int = 0
+    departures: dict[str, int] = {}
+    below_nbytes: dict[str, int] = {}
+    misses: dict[str, int] = {}
+
+
+class _NodeStats(msgspec.Struct):
+    arena_nbytes: int
+    used_nbytes: int
+    lent_nbytes: int
+    namespaces: dict[str, _GroupStats]
+
+
+_stats_decoder = msgspec.json.Decoder(_NodeStats)
+
+
+def stats_in(answer: Answer) -> dict[str, Any]:
+    """Decode the counters of a node: see `Node.stats`. Each key of "namespaces" is a namespace as JSON.
+
+    Raises:
+        ProtocolError: The answer is of another type, or a part that callers rely on is missing or wrong.
+    """
+    answer = expect(Stats, answer)
+    try:
+        for text in _stats_decoder.decode(answer.stats).namespaces:
+            Namespace.load(fields(text.encode()))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, UsageError) as error:
+        raise ProtocolError(f"not the counters of a node: {_short(error)}") from error
+    return fields(answer.stats)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Headers, bits, fields and failures are encoded and decoded. Wrong bytes are refused."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,6 +58,34 @@ def test_other_errors_travel_as_a_known_one():
         codec.raise_failure(codec.failure(PeerUnavailable("somewhere")))
     with pytest.raises(ProtocolError):
         codec.raise_failure(messages.Failure("SystemExit", "run this"))
+
+
+GROUP = {"config": {}, "get_counts": [1], "put_counts": []}
+COUNTERS = {"arena_nbytes": 3, "used_nbytes": 2, "lent_nbytes": 1, "namespaces": {'{"model":"m"}': GROUP}, "more": None}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        {**COUNTERS, "namespaces": None},
+        {**COUNTERS, "namespaces": {'{"model":"m"}': {}}},
+        {**COUNTERS, "namespaces": {"m": GROUP}},
+        {**COUNTERS, "namespaces": {'{"model":""}': GROUP}},
+        {**COUNTERS, "namespaces": {'{"model":"m"}': {**GROUP, "get_counts": ["1"]}}},
+        {**COUNTERS, "namespaces": {'{"model":"m"}': {**GROUP, "misses": {"evicted": None}}}},
+        {"namespaces": {}},
+    ],
+    ids=range(8),
+)
+def test_counters_of_a_node_that_lack_something_are_refused(wrong):
+    """A client works with the counters of all members. One member gone wrong must not end its calls with a KeyError."""
+    assert codec.stats_in(messages.Stats(json.dumps(COUNTERS).encode())) == COUNTERS
+    for raw in (json.dumps(wrong).encode(), b"", b"\xff", b"[" * 100_000):
+        with pytest.raises(ProtocolError, match="counters"):
+            codec.stats_in(messages.Stats(raw))
+    with pytest.raises(ProtocolError, match="Done where Stats"):
+        codec.stats_in(messages.Done())
 
 
 def test_error_texts_of_a_peer_are_bounded():
