@@ -23,6 +23,7 @@ from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array, expect, stats_in, unpack_bits
 from raykv.protocol.placement import Member, View
 from raykv.protocol.trace_requests import TracedRequest
+from raykv.transport.addresses import parse_address
 from raykv.transport.data_path import PathEnvironment, open_data_paths
 from raykv.transport.pool import ConnectionPool
 from raykv.types import Bits, KeyArray, NodeId, host_identity
@@ -67,13 +68,14 @@ class Router:
         """Join through the node at `config.address`.
 
         Raises:
-            ConfigError: There is no address, the address is "host:port" and there is no secret, or a file for TLS is
-                missing or wrong.
+            ConfigError: There is no address, it is wrong, it is "host:port" and there is no secret, or a file for TLS
+                is missing or wrong.
             TransientError: No node answers at the address.
         """
         address = config.address
         if address is None:
             raise ConfigError("field 'address': give a node's address, or set RAYKV_ADDRESS")
+        parse_address(address)
         is_local = address.startswith("unix:")
         if not is_local and config.secret is None:
             raise ConfigError("field 'secret': needed for an address of the form host:port, or set RAYKV_SECRET")

@@ -193,13 +193,11 @@ class ChunkSender:
         try:
             answer = self._pool.ask(member.address, _caller(messages.GetStats(), deadline_s), deadline_s=deadline_s)
             stats = stats_in(answer)
-            memory = int(ROOM_SHARE * stats["arena_nbytes"]) - int(stats["used_nbytes"])
-            return Room(
-                max(0, memory), sum(int(each.get("spare_nbytes", 0)) for each in stats.get("tiers", {}).values())
-            )
-        except (RayKVError, ValueError, TypeError, AttributeError) as error:
+        except RayKVError as error:
             log.info("%s does not say how much room it has: %s", member.node_id, error)
             return Room()
+        memory = int(ROOM_SHARE * stats["arena_nbytes"]) - stats["used_nbytes"]
+        return Room(max(0, memory), sum(tier.get("spare_nbytes", 0) for tier in stats["tiers"].values()))
 
     def held_elsewhere(self, keys: KeyArray) -> Bits:
         """Ask the owners of keys which chunks another node holds. Chunks of owners that do not answer count as no.

@@ -157,11 +157,16 @@ class _GroupStats(msgspec.Struct):
     misses: dict[str, int] = {}
 
 
+class _TierStats(msgspec.Struct):
+    spare_nbytes: int = 0
+
+
 class _NodeStats(msgspec.Struct):
     arena_nbytes: int
     used_nbytes: int
     lent_nbytes: int
     namespaces: dict[str, _GroupStats]
+    tiers: dict[str, _TierStats] = {}
 
 
 _stats_decoder = msgspec.json.Decoder(_NodeStats)

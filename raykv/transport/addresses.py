@@ -7,6 +7,7 @@ from typing import Final
 from raykv.errors import ConfigError
 
 BACKLOG: Final = 128
+MAX_DIGITS: Final = 5
 
 
 def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
@@ -15,7 +16,7 @@ def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, 
         name = address.removeprefix("unix:")
         return socket.AF_UNIX, "\0" + name[1:] if name.startswith("@") else name
     host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and len(port) <= 5) or "\0" in host:
+    if not (colon and host and port.isascii() and port.isdigit() and len(port) <= MAX_DIGITS) or "\0" in host:
         raise ConfigError(f"field 'address': {address!r} is neither 'host:port' nor 'unix:/path'")
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host.strip("[]"), int(port))
 

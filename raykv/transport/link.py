@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from raykv.errors import PeerUnavailable, ProtocolError, RayKVError
+from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, RayKVError
 from raykv.protocol.codec import encode, raise_failure
 from raykv.protocol.messages import Answer, Failure, Message
 from raykv.transport.addresses import parse_address, tune
@@ -52,10 +52,14 @@ class Link:
 
         Raises:
             WrongSecret: The peer does not know the secret. This is a PeerUnavailable.
-            PeerUnavailable: Nothing listens at the address, the deadline has passed, or the user differs.
+            PeerUnavailable: Nothing listens at the address, it is impossible, the deadline has passed, or the user
+                differs.
             ProtocolError: The peer speaks another protocol or version, or one end refuses the other's certificate.
         """
-        family, where = parse_address(address)
+        try:
+            family, where = parse_address(address)
+        except ConfigError as error:  # the address comes from a member, whose mistake is not the caller's
+            raise PeerUnavailable(str(error)) from error
         try:
             connection = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:  # no file descriptor is free

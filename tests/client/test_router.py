@@ -7,11 +7,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 import raykv
 from raykv.client.parallel import Parallel
-from raykv.errors import PeerUnavailable
+from raykv.errors import ConfigError, PeerUnavailable
 from raykv.protocol.placement import View
 from raykv.transport.bulk_read import PART_KEYS
 from raykv.transport.link import Link
@@ -64,10 +65,20 @@ def test_a_client_without_descriptors_misses():
         assert get(client, names(3)).hits == (True,) * 3
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:99999", "a..b:1", "\N{SNOWMAN}." * 50 + ":1"])
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "a..b:1", "\N{SNOWMAN}." * 50 + ":1", "a\0b:1", "", "none"])
 def test_an_impossible_address_is_a_node_that_is_away(address):
     with pytest.raises(PeerUnavailable):
         Link.connect(address, b"", deadline_s=time.monotonic() + 1.0)
+
+
+def test_a_member_with_an_impossible_address_does_not_end_calls_to_the_others():
+    with cluster(1, separate_hosts=True) as running, remote_client(running) as client:
+        view = client.view()
+        wrong = msgspec.structs.replace(view.members[0], node_id="a", endpoints={"tcp": "none"}, host="elsewhere")
+        client.router._view = View(view.epoch, (wrong, *view.members))
+        assert client.view().members[0].node_id == "a"
+    with pytest.raises(ConfigError, match="neither 'host:port'"):
+        raykv.connect(SPACE, address="none", secret="00")
 
 
 def test_when_one_task_raises_the_others_have_ended():

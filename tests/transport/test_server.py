@@ -273,7 +273,7 @@ def test_the_congestion_control_is_the_systems_choice(service):
 
 
 def test_addresses_that_are_none():
-    for address in ("", "host", "host:", ":1", "host:port", "http://host:1x", "host:\u00b9", "a\0b:1", "host:100000"):
+    for address in ("", "host", "host:", ":1", "host:port", "http://host:1x", "h:\u00b9", "a\0b:1", "h:" + "9" * 5000):
         with pytest.raises(ConfigError, match="address"):
             parse_address(address)
 
