@@ -16,6 +16,8 @@ REPORT_S: Final = 10.0
 """A client collects misses for this long before it reports them."""
 BUCKETS: Final = 40
 MAX_REASONS: Final = 64
+MAX_GROUPS: Final = 1024
+"""A node counts for at most this many quota groups. The group without a report for the longest time is dropped."""
 
 
 class Histogram:
@@ -125,7 +127,10 @@ class NamespaceMetrics:
             gets, puts: Counts of the client's histograms.
         """
         with self._lock:
-            ours = self._by_digest.setdefault(digest, (Counter(), Histogram(), Histogram()))
+            ours = self._by_digest.pop(digest, None) or (Counter(), Histogram(), Histogram())
+            self._by_digest[digest] = ours
+            if len(self._by_digest) > MAX_GROUPS:
+                del self._by_digest[next(iter(self._by_digest))]
             for reason, count in misses.items():
                 if reason in ours[0] or len(ours[0]) < MAX_REASONS:
                     ours[0][reason] += count

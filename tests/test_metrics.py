@@ -4,7 +4,16 @@ import time
 
 import raykv
 from raykv.embedded import EmbeddedCluster
-from raykv.metrics import BUCKETS, MAX_ABSENT, MAX_REASONS, REPORT_S, ClientMetrics, Histogram, NamespaceMetrics
+from raykv.metrics import (
+    BUCKETS,
+    MAX_ABSENT,
+    MAX_GROUPS,
+    MAX_REASONS,
+    REPORT_S,
+    ClientMetrics,
+    Histogram,
+    NamespaceMetrics,
+)
 
 MINE, OTHER = raykv.Namespace(model="mine"), raykv.Namespace(model="other")
 NBYTES = 60_000
@@ -60,6 +69,18 @@ def test_a_nodes_counters_are_bounded():
     assert found["misses"]["reason 0"] == 2 * MAX_REASONS
     assert found["get_counts"] == [2 * MAX_REASONS] * BUCKETS
     assert metrics.summary(b"e") == {"misses": {}, "get_counts": [0] * BUCKETS, "put_counts": [0] * BUCKETS}
+
+
+def test_the_groups_of_a_nodes_counters_are_bounded():
+    """Group numbers are used again, so a client can open ever new groups."""
+    metrics = NamespaceMetrics()
+    metrics.add_report(b"old", {"evicted": 1}, [], [])
+    for number in range(MAX_GROUPS):
+        metrics.add_report(b"used", {"evicted": 1}, [], [])
+        metrics.add_report(b"%d" % number, {"evicted": 1}, [], [])
+    assert metrics.summary(b"old")["misses"] == {}
+    assert metrics.summary(b"used")["misses"] == {"evicted": MAX_GROUPS}
+    assert metrics.summary(b"%d" % (MAX_GROUPS - 1))["misses"] == {"evicted": 1}
 
 
 def test_reads_of_every_kind_are_counted():

@@ -77,6 +77,8 @@ class NamespaceReconciler:
                 self._configure(entry)
                 self.registry.entries = {**self.registry.entries, digest: entry}
             self.registry.trim()
+            entries = self.registry.entries
+            self._dropped = {digest: count for digest, count in self._dropped.items() if digest in entries}
             self.registry.version = max(self.registry.version, theirs.version)
             self._save()  # saved last, so that a node that dies before this line repeats the drops after its restart
         self._changed()

@@ -8,7 +8,7 @@ import pytest
 
 import raykv
 from raykv.errors import LostError, ProtocolError, UsageError
-from raykv.membership.namespace_registry import NamespaceRegistry
+from raykv.membership.namespace_registry import MAX_ENTRIES, NamespaceRegistry
 from raykv.memory.layout import MAX_NAMESPACES
 from raykv.node import sessions
 from raykv.node.namespace_reconciler import registry_paths
@@ -192,6 +192,17 @@ def test_numbers_of_dropped_namespaces_are_used_again(monkeypatch):
         peer.ask(messages.Configure(json_of(Namespace(model="m7")), None))
         peer.ask(messages.OpenNamespace(json_of(MINE)))
         assert peer.ask(messages.Lend(5000, 1, group=MINE.group.digest)).rows
+
+
+def test_a_node_remembers_a_bounded_number_of_drops():
+    node = make_node()
+    for first in range(0, 3 * MAX_ENTRIES, MAX_ENTRIES):
+        made = NamespaceRegistry()
+        for number in range(first, first + MAX_ENTRIES):
+            made.drop(Namespace(model=f"m{number}"), now_ns=number + 1)
+        node.reconciler.adopt(made.encode())
+    assert len(node.reconciler._dropped) <= MAX_ENTRIES
+    node.store.close()
 
 
 def test_a_namespace_that_a_node_cannot_name_does_not_stop_its_drop_elsewhere(caplog):
