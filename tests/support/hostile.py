@@ -128,6 +128,7 @@ def bytes_of(name: str, source: Source) -> bytes:
         "namespace": namespace,
         "fields": config,
         "registry": registry,
+        "stats": stats,
         "group": lambda source: source.pick([SPACE.group.digest, b"", b"x"]),
     }
     made = kinds.get(name)
@@ -169,6 +170,14 @@ def namespace(source: Source) -> bytes:
 
 def config(source: Source) -> bytes:
     return mutated_json(source.pick([{}, {"ttl_s": 60}, {"priority": -3}, {"dram_quota_nbytes": "1 MiB"}]), source)
+
+
+def stats(source: Source) -> bytes:
+    group: dict[str, Any] = {"config": {}, "get_counts": [1], "put_counts": [], "chunks": 3, "misses": {"evicted": 2}}
+    for _ in range(source.below(3)):
+        group[source.pick([*group])] = source.pick(JSON_VALUES)
+    namespaces = {namespace(source).decode("latin-1"): group, SPACE.model_dump_json(): group}
+    return mutated_json({"arena_nbytes": 1, "used_nbytes": 1, "lent_nbytes": 0, "namespaces": namespaces}, source)
 
 
 def registry(source: Source) -> bytes:
