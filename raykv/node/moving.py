@@ -197,7 +197,7 @@ class ChunkSender:
             log.info("%s does not say how much room it has: %s", member.node_id, error)
             return Room()
         memory = int(ROOM_SHARE * stats["arena_nbytes"]) - stats["used_nbytes"]
-        return Room(max(0, memory), sum(tier.get("spare_nbytes", 0) for tier in stats["tiers"].values()))
+        return Room(max(0, memory), sum(tier.get("spare_nbytes", 0) for tier in stats.get("tiers", {}).values()))
 
     def held_elsewhere(self, keys: KeyArray) -> Bits:
         """Ask the owners of keys which chunks another node holds. Chunks of owners that do not answer count as no.
