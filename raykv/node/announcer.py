@@ -47,6 +47,7 @@ class Announcer:
 
     Attributes:
         view: The newest view. Announcements are sent to the owners in this view.
+        announced: Number of keys in all announcements so far, including those to this node itself.
         failures: Number of announcements that failed, because the owner did not answer or refused them.
     """
 
@@ -65,7 +66,7 @@ class Announcer:
         self._queue: list[KeyArray] = []
         self._sending = self._adopting = False
         self.view = View()
-        self.failures = 0
+        self.announced = self.failures = 0
         self._log = LogLimit(log)
 
     def wake(self) -> None:
@@ -136,6 +137,7 @@ class Announcer:
 
     def _send_to(self, owner: Member, keys: KeyArray) -> None:
         me = self._config.node_id
+        self.announced += len(keys)
         nbytes, below = self._look_up(keys)
         here = nbytes > 0
         nbytes, below = nbytes[here], below[here]

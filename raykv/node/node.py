@@ -288,6 +288,7 @@ class Node:
                 "memory_limit_nbytes": limit.nbytes if limit else None,
                 "memory_refused": store.populator.refused,
                 "located": len(self.location_index),
+                "announced": announcer.announced,
                 "unannounced": announcer.waiting_keys,
                 "refused_connections": sum(server.refused for server in self._servers),
                 "requests": dict(self._requests),
