@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from raykv.config import NodeConfig
 from raykv.errors import RayKVError, TransientError
@@ -23,7 +24,7 @@ from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
 from raykv.transport.pool import ConnectionPool
 from raykv.transport.server import LogLimit
-from raykv.types import Bits, KeyArray
+from raykv.types import Bits, KeyArray, NodeId
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class Announcer:
         self._config, self._store, self._lock, self._mover = config, store, lock, mover
         self._location_index, self._pool, self._changed = location_index, pool, changed
         self._queue: list[KeyArray] = []
-        self._sending = self._adopting = False
+        self._sending = self._adopting = self._restarted = False
+        self._view_lock = threading.Lock()
         self.view = View()
         self.announced = self.failures = 0
         self._log = LogLimit(log)
@@ -93,6 +95,32 @@ class Announcer:
 
     def adopt(self, view: View) -> None:
         """Use a newer view. Drop locations of keys that other nodes own now, and announce keys whose owner changed."""
+        with self._view_lock:
+            if view.epoch > self.view.epoch:
+                self._adopt(view)
+
+    def resume(self, view: View) -> None:
+        """Use the view of this node's previous process until the directory answers.
+
+        All chunks are announced to the owners in this view. All members get an empty announcement. From it they learn
+        that this node has restarted: see `learn_restart`.
+        """
+        self._restarted = bool(view.members)
+        self.adopt(view)
+
+    def learn_restart(self, node_id: NodeId, incarnation: int) -> None:
+        """Announce a member's keys to it again if `incarnation` is newer than in the view.
+
+        Usually the directory's next view says the same. But the directory may be away.
+        """
+        with self._view_lock:
+            view, known = self.view, self.view.member(node_id)
+            if known is None or incarnation <= known.incarnation:
+                return
+            again = replace(known, incarnation=incarnation)
+            self._adopt(View(view.epoch, tuple(again if each is known else each for each in view.members)))
+
+    def _adopt(self, view: View) -> None:
         me = self._config.node_id
         if me in view.ring.nodes:
             mine = view.ring.nodes.index(me)
@@ -102,7 +130,7 @@ class Announcer:
         old, self.view = self.view, view
         # The new view is already set, so chunks that are stored after this line are announced to their new owners.
         keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])
-        if old.members and view.epoch == old.epoch + 1:  # otherwise a view was missed, so announce all keys
+        if old.members and view.epoch <= old.epoch + 1:  # otherwise a view was missed, so announce all keys
             keys = keys[owner_changed(old, view, keys)]
         self.announce(keys)
         self._adopting = False
@@ -121,6 +149,10 @@ class Announcer:
                 self._sending = True
             self._mover.drop_outdated(added)
             keys = np.concatenate([added, removed, *below, *queued])
+            if self._restarted:
+                self._restarted = False
+                for member in self.view.members:
+                    self._send_to(member, keys[:0])
             if len(keys) and not stopping.is_set():
                 self._send(chunk_keys.unique(keys))
             self._sending = False
@@ -151,6 +183,7 @@ class Announcer:
             removed=chunk_keys.to_bytes(keys[~here]),
             nbytes=nbytes.astype("<u4").tobytes(),
             below_memory=pack_bits(below),
+            incarnation=0 if (mine := self.view.member(me)) is None else mine.incarnation,
         )
         deadline_s = time.monotonic() + ANNOUNCE_DEADLINE_S
         try:

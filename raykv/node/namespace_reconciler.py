@@ -5,8 +5,6 @@ has one config, one capacity and one set of counters.
 """
 
 import logging
-import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ from raykv.memory.layout import MAX_NAMESPACES
 from raykv.metrics import NamespaceMetrics
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.reasons import Reason
+from raykv.storage.small_files import read_file, replace_file
 from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
 from raykv.transport.server import LogLimit
@@ -170,31 +169,20 @@ class NamespaceReconciler:
 
     def _load(self, path: Path) -> None:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with os.fdopen(descriptor, "rb") as file:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # for example, a pipe that another user has made
-                    raise OSError("not a regular file")
-                registry = NamespaceRegistry.decode(file.read(MAX_FILE_NBYTES))
+            text = read_file(path, most_nbytes=MAX_FILE_NBYTES)
+            if text is None:
+                return
+            registry = NamespaceRegistry.decode(text)
             registry.encode()  # a list that cannot be encoded fails here; otherwise the next heartbeat would fail
             self.registry.merge(registry)
-        except FileNotFoundError:
-            pass
         except (OSError, ValueError, RecursionError, OverflowError) as error:
             log.warning("no list of namespaces in %s; the directory sends its own: %s", path, error)
 
     def _save(self) -> None:
-        """Replace the files atomically: a reader finds either the whole old list or the whole new list."""
         text = self.registry.encode()
         for path in self._paths:
-            fresh = path.with_name(path.name + ".new")
             try:
-                fresh.unlink(missing_ok=True)
-                descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                fresh.replace(path)
+                replace_file(path, text)
             except OSError as error:
                 log.warning("the list of namespaces cannot be written to %s: %s", path, error)
 

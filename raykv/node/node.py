@@ -37,6 +37,7 @@ from raykv.node.location_index import LocationIndex
 from raykv.node.namespace_reconciler import NamespaceReconciler, registry_paths
 from raykv.node.reclaimer import Reclaimer
 from raykv.node.replicas import Replicas
+from raykv.node.saved_view import SavedView
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.placement import Member, View
@@ -97,6 +98,7 @@ class Node:
         store = self.store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
         mover = self.mover = open_tiers(config, store, self.lock, changed=self._wake_all)
         self.reconciler = NamespaceReconciler(store, self.lock, mover, registry_paths(config), self._wake_all)
+        self._saved_view = SavedView(config.file_prefix)
         self._pool = ConnectionPool(secret, breaker_s=config.heartbeat_s, max_idle=2, tls=tls)
         self.location_index = index = LocationIndex()
         announcer = self._announcer = Announcer(config, store, self.lock, mover, index, self._pool, changed)
@@ -112,7 +114,7 @@ class Node:
             **WriteHandler(
                 store, self.lock, mover, announcer, self._reclaimer, self.replicas, self.drain.started
             ).table,
-            **LocateHandler(config.node_id, store, self.lock, mover, index).table,
+            **LocateHandler(config.node_id, store, self.lock, mover, index, announcer).table,
             **AdminHandler(store, self.lock, self.reconciler, membership).table,
         }
         self._requests: Counter[str] = Counter()
@@ -153,6 +155,7 @@ class Node:
         )
         for server in self._servers:
             server.serve()
+        self._announcer.resume(self._last_view())
         self._beat()
         for name, task in {
             "heartbeat": self._beat_until_stopped,
@@ -163,6 +166,12 @@ class Node:
             thread = threading.Thread(target=self._run_task, args=(task,), name=f"raykv-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def _last_view(self) -> View:
+        """Return the view of this node's previous process, with the new entry of this node."""
+        view = self._saved_view.load()
+        me = self.member
+        return View(view.epoch, tuple(me if known.node_id == me.node_id else known for known in view.members))
 
     def stop(self, *, unlink: bool = False, leave: bool = True) -> None:
         """Stop serving. With `unlink`, remove the memory's files. With `leave`, leave the cluster at once."""
@@ -233,6 +242,7 @@ class Node:
             return
         if answer.view is not None and answer.view.epoch > view.epoch:
             self._announcer.adopt(answer.view)
+            self._saved_view.save(answer.view)
         if answer.heat is not None:
             self.replicas.follow(answer.heat, now_s=time.monotonic())
         if answer.registry is not None:

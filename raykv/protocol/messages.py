@@ -207,7 +207,8 @@ class Announce(Message):
     """Report to the owner of keys that node `node_id` holds all chunks in `added`, and none in `removed`. Answer: Done.
 
     `nbytes` u32: length of each added chunk. `below_memory`: one bit for each added key, set if the chunk is only in a
-    tier below memory; empty when no bit is set.
+    tier below memory; empty when no bit is set. `incarnation` of the sender: if the receiver's view has an older
+    one, the sender has restarted with an empty location index, and the receiver announces the sender's keys again.
     """
 
     node_id: MemberId
@@ -215,6 +216,7 @@ class Announce(Message):
     removed: bytes = b""
     nbytes: bytes = b""
     below_memory: bytes = b""
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
 class Why(Message):

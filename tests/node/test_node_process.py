@@ -143,7 +143,7 @@ def test_nodes_killed_under_load_lose_nothing_that_was_committed(node, rng):
 def test_a_clean_stop_leaves_nothing(node, shm_dir):
     with node.client() as client:
         put(client, names(3))
-        assert len(list(shm_dir.iterdir())) == 3  # table, arena, socket
+        assert len(list(shm_dir.iterdir())) == 4  # table, arena, socket, view
         assert all(path.stat().st_mode & 0o077 == 0 for path in shm_dir.iterdir())
         node.process.communicate(timeout=30)
         assert not list(shm_dir.iterdir())

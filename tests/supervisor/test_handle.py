@@ -179,7 +179,7 @@ def test_stopping_while_no_node_runs(shm_dir, unlink):
     wait_until(lambda: not is_there(one.node.pid))
     one.node.stop(unlink=unlink)
     left = {path.suffix for path in shm_dir.iterdir()}
-    assert left == (set() if unlink else {".table", ".arena", ".sock"})
+    assert left == (set() if unlink else {".table", ".arena", ".sock", ".view"})
 
 
 @pytest.mark.slow
@@ -238,11 +238,11 @@ def test_when_the_supervisor_is_killed_the_node_ends_and_the_owner_notices(shm_d
     with pytest.raises(PeerUnavailable):
         one.node.stats()
     one.node.stop()
-    assert {path.suffix for path in shm_dir.iterdir()} == {".table", ".arena", ".sock"}
+    assert {path.suffix for path in shm_dir.iterdir()} == {".table", ".arena", ".sock", ".view"}
     two = Supervised(shm_dir)
     one.node.stop(unlink=True)
     assert two.node.stats()["node_id"] == "n", "memory that another process serves is not removed"
-    assert {path.suffix for path in shm_dir.iterdir()} == {".table", ".arena", ".sock"}
+    assert {path.suffix for path in shm_dir.iterdir()} == {".table", ".arena", ".sock", ".view"}
     os.kill(two.node.supervisor.pid, signal.SIGKILL)
     two.node.stop(unlink=True)
     assert not list(shm_dir.iterdir())

@@ -44,7 +44,7 @@ EXAMPLES = [
     messages.Suspect(b"keys"),
     messages.Hint(b"keys", 60.0, -3, True, True, 512, (60.0, 100)),
     messages.Locate(b"keys"),
-    messages.Announce("a", b"added", b"removed", b"lengths", b"bits"),
+    messages.Announce("a", b"added", b"removed", b"lengths", b"bits", 1 << 60),
     messages.Why(b"keys"),
     messages.Configure(b"{}", b'{"ttl_s": 1}', b"{}"),
     messages.Adopt(b"{}"),

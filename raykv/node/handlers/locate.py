@@ -7,6 +7,7 @@ from random import Random
 import numpy as np
 
 from raykv.errors import UsageError
+from raykv.node.announcer import Announcer
 from raykv.node.location_index import UNKNOWN, Location, LocationIndex, located
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
@@ -21,10 +22,16 @@ class LocateHandler:
     """Answers two questions: which nodes hold a key that this node owns, and what became of a chunk on this node."""
 
     def __init__(
-        self, node_id: NodeId, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex
+        self,
+        node_id: NodeId,
+        store: Store,
+        lock: threading.Lock,
+        mover: TierMover,
+        location_index: LocationIndex,
+        announcer: Announcer,
     ) -> None:
         self._node_id, self._store, self._lock, self._mover = node_id, store, lock, mover
-        self._location_index = location_index
+        self._location_index, self._announcer = location_index, announcer
         self._rng = Random()
         self.table: HandlerTable = {
             messages.Locate: self._locate,
@@ -53,6 +60,7 @@ class LocateHandler:
         below = codec.unpack_bits(request.below_memory, len(added)) if request.below_memory else None
         self._location_index.remove(request.node_id, codec.keys_in(request.removed))
         self._location_index.add(request.node_id, added, nbytes, below)
+        self._announcer.learn_restart(request.node_id, request.incarnation)
         return Reply(messages.Done())
 
     def _why(self, request: messages.Why, session: NodeSession) -> Reply:
