@@ -90,6 +90,7 @@ def test_the_public_names():
         "Reservation",
         "StorageConfig",
         "Ticket",
+        "TlsConfig",
         "TransientError",
         "UsageError",
         "Why",
