@@ -78,7 +78,7 @@ class Wire:
 
 
 def greetings() -> list[bytes]:
-    hello = handshake.greeting(b"n" * 32)
+    hello = handshake.greeting(b"n" * 32) + handshake.key_id(SECRET)
     right = handshake.proof(SECRET, "asking", b"n" * 32, b"m" * 32)
     other = handshake.GREETING.pack(handshake.GREETING_MAGIC, 99, b"n" * 32)
     return [b"c" + hello, b"c" + hello + right, b"s" + hello + right + b"\1", b"c" + hello[:9], b"s" + other]
@@ -91,11 +91,11 @@ def greeting(data: bytes) -> None:
         if data[:1] == b"s":
             handshake.greet_server(stream, SECRET, time.monotonic() + 1.0)
         else:
-            handshake.greet_client(stream, SECRET, _never, time.monotonic() + 1.0)
+            handshake.greet_client(stream, [SECRET], _never, time.monotonic() + 1.0)
     raise AssertionError("somebody without the secret passed the handshake")
 
 
-def _never() -> None:
+def _never(secret: bytes) -> None:
     raise AssertionError("somebody without the secret is admitted")
 
 

@@ -105,7 +105,7 @@ def test_one_connection_pins_at_most_its_share_and_the_rest_stays_evictable(node
 
 
 def test_a_connection_that_holds_leases_and_says_nothing_is_closed(monkeypatch):
-    monkeypatch.setattr(sessions, "LEASE_IDLE_S", 0.3)
+    monkeypatch.setattr(sessions, "LEASE_IDLE_S", 1.0)
     with running_node(io_timeout_s=0.1) as node, raykv.connect(SPACE, address=node.config.local_address) as client:
         store = node.store
         put(client, ["a"])
