@@ -233,10 +233,14 @@ class AdminCalls:
     # -- statistics -------------------------------------------------------------------------------------------------
 
     def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Return the view's epoch and each node's counters: {"epoch", "nodes": {node_id: {...} or {"error": ...}}}."""
+        """Return {"epoch": of the view, "nodes": {node_id: its counters or {"error": ...}}, "tripped_peers": {...}}.
+
+        "tripped_peers" maps the address of each node that this client leaves alone to the seconds until it is asked.
+        """
         deadline_s = self.router.deadline(timeout_s)
         nodes, view = self._node_stats(deadline_s), self.router.view(deadline_s)
-        return {"epoch": view.epoch, "nodes": {name: nodes[name] for name in nodes if view.member(name) is not None}}
+        members = {name: nodes[name] for name in nodes if view.member(name) is not None}
+        return {"epoch": view.epoch, "nodes": members, "tripped_peers": self.router.pool.tripped()}
 
     def _node_stats(self, deadline_s: float) -> dict[NodeId, dict[str, Any]]:
         """Return the counters of all members, and of this host's node, which may not be a member yet."""

@@ -18,7 +18,8 @@ class ClientConfig(Model):
         tls: Certificates for connections to other hosts. None: those of the node on this host, if the client has joined
             through it; otherwise no TLS.
         timeout_s: Time limit of calls that give no `timeout_s`. In a `get`, chunks that arrive later count as misses.
-        breaker_s: If a peer does not answer, the client sends no further request to this peer for this long.
+        breaker_s: If a peer does not answer or is far too slow, the client sends no further request to this peer for
+            this long, and for up to four times as long if it does not recover. 0 means that every request is sent.
         connections_per_peer: At most this many idle connections to one peer stay open. Further connections are closed.
         streams_per_peer: A large read from one peer is divided among this many connections. None means a number that
             depends on the number of cores.

@@ -300,6 +300,7 @@ class Node:
                 "located": len(self.location_index),
                 "announced": announcer.announced,
                 "unannounced": announcer.waiting_keys,
+                "tripped_peers": self._pool.tripped(),
                 "refused_connections": sum(server.refused for server in self._servers),
                 "requests": dict(self._requests),
                 "errors": dict(self._errors + Counter(announce=announcer.failures)),

@@ -107,8 +107,13 @@ class LinkPath(DataPath):
         return bool(member.address)
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
-        bulk = BulkRead(run, verify=self._verify)
-        self._pool.ask(member.address, lambda link: bulk.read(link, deadline_s=deadline_s), deadline_s=deadline_s)
+        bulk, before = BulkRead(run, verify=self._verify), len(run.arrived)
+        self._pool.ask(
+            member.address,
+            lambda link: bulk.read(link, deadline_s=deadline_s),
+            deadline_s=deadline_s,
+            arrived_nbytes=lambda: run.progress.nbytes(run.arrived[before:]),
+        )
 
 
 class ShmPath(DataPath):
