@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -92,6 +91,9 @@ class Fetcher:
     ) -> list[ReadRun]:
         """Split each node's chunks into runs: one run, or several if the chunks are large.
 
+        The runs of a node take its chunks in turn. So all runs begin with the leading chunks, and what has arrived by a
+        deadline is nearly a prefix, which is all that an engine can use.
+
         Args:
             shares: For each node, the indices of the chunks to read from this node.
             locate: Whether the nodes are asked as owners: see `ReadRun`.
@@ -99,8 +101,7 @@ class Fetcher:
         runs = []
         for node_id, places in shares.items():
             count = max(1, min(self._streams, progress.nbytes(places) // STREAM_NBYTES, len(places)))
-            cuts = [len(places) * number // count for number in range(count + 1)]
-            runs += [ReadRun(progress, node_id, places[start:stop], locate=locate) for start, stop in pairwise(cuts)]
+            runs += [ReadRun(progress, node_id, places[first::count], locate=locate) for first in range(count)]
         return runs
 
     def _read(self, runs: Sequence[ReadRun], deadline_s: float) -> None:
