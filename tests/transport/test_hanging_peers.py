@@ -155,7 +155,6 @@ def overrun_s(work: Callable[[], object]) -> float:
     "behaviour",
     [says_nothing, hangs_after_the_handshake, dribbles_its_greeting, dribbles_an_answer, dribbles_chunk_bytes],
 )
-@pytest.mark.usefixtures("loops")
 def test_a_call_ends_at_its_deadline(behaviour):
     with peer(behaviour) as hanging:
         pool = ConnectionPool(SECRET, breaker_s=0.0, max_idle=2)
