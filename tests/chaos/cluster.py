@@ -207,7 +207,11 @@ class Cluster:
         return ""
 
     def converge(self, within_s: float) -> float:
-        """Wait until all nodes agree, and each host reads what each other one has written. Returns the seconds."""
+        """Wait until all nodes agree. Returns the seconds.
+
+        Then each host reads what each other host has written, and finds all chunks of the shared prompts that lie in
+        the memory of any node.
+        """
         began_s, problem = time.monotonic(), "not asked yet"
         while problem:
             try:
@@ -228,9 +232,37 @@ class Cluster:
                 host: [name for name, hit in zip(everything, got, strict=True) if not hit] for host, got in hits.items()
             }
             self._require(began_s, within_s, f"not readable: {lacking}")
+        while lost := self._lost():
+            self._require(began_s, within_s, f"held, but not found: {lost}")
         return time.monotonic() - began_s
+
+    def found_after(self, hosts: Sequence[str], within_s: float) -> float:
+        """Store chunks on the first of some hosts, and wait until the second finds them. Returns the seconds.
+
+        Only chunks are stored whose owner is one of `hosts`. So no other host is needed for them.
+        """
+        writer, reader = (self.clients[host] for host in hosts[:2])
+        self._probes += 1
+        names = [f"probe-{self._probes}-{number}" for number in range(20)]
+        owners = writer.ask("owners", names=names)
+        names = [name for name, owner in zip(names, owners, strict=True) if owner in hosts]
+        began_s = time.monotonic()
+        while not (writer.ask("write", names=names) and all(reader.ask("read", names=names))):  # some may be evicted
+            self._require(began_s, within_s, f"{hosts[1]} does not find what {hosts[0]} has stored")
+        return time.monotonic() - began_s
+
+    def _lost(self) -> dict[str, list[int]]:
+        """Return the chunks that a node holds and a host does not find, by host.
+
+        A chunk may be evicted meanwhile: only what is lost again and again is lost.
+        """
+        holders = {host: client for host, client in self.clients.items() if host in self.owners}
+        held = {chunk for chunks in ask_all(holders, "here").values() for chunk in chunks}
+        found = ask_all(self.clients, "found")
+        held &= {chunk for chunks in ask_all(holders, "here").values() for chunk in chunks}
+        return {host: sorted(held.difference(chunks)) for host, chunks in found.items() if held.difference(chunks)}
 
     def _require(self, began_s: float, within_s: float, problem: str) -> None:
         if problem and time.monotonic() - began_s > within_s:
-            raise AssertionError(f"not converged {time.monotonic() - began_s:.2f} s after the last change: {problem}")
+            raise AssertionError(f"after {time.monotonic() - began_s:.2f} s: {problem}")
         time.sleep(POLL_S)

@@ -127,7 +127,7 @@ class Load:
         if rng.random() < FRESH:
             self._fresh += 1
             prompt = f"{self._name}-{self._fresh}"
-        names = [f"{prompt}/{number}" for number in range(CHUNKS)]
+        names = names_of(prompt)
         keys = client.keys(names)
         if rng.random() < 0.2:
             self._timed("locate", 0.0, lambda: client.locate(keys, timeout_s=0.0))
@@ -173,12 +173,17 @@ class Load:
         return {"counts": counts, "problems": problems, "overruns_s": overruns_s}
 
 
+def names_of(prompt: str) -> list[str]:
+    return [f"{prompt}/{number}" for number in range(CHUNKS)]
+
+
 class Probe:
     """Answers the test's questions with a client of its own."""
 
-    def __init__(self, connect: Callable[[], raykv.Client], nbytes: int) -> None:
+    def __init__(self, connect: Callable[[], raykv.Client], nbytes: int, prompts: int) -> None:
         self._connect, self._nbytes = connect, nbytes
         self._client: raykv.Client | None = None
+        self._shared = [name for number in range(prompts) for name in names_of(f"shared-{number}")]
 
     def _connected(self) -> raykv.Client:
         if self._client is None:
@@ -204,6 +209,26 @@ class Probe:
         pairs = zip(hits, names, into, strict=True)
         return [hit and np.array_equal(buffer, content(name, self._nbytes)) for hit, name, buffer in pairs]
 
+    def owners(self, names: list[str]) -> list[str]:
+        """Return the owner of each chunk in the view of this host."""
+        client = self._connected()
+        ring = client.view().ring
+        return [ring.nodes[owner] for owner in ring.owners(client.keys(names))]
+
+    def here(self) -> list[int]:
+        """Return which chunks of the shared prompts are in this host's memory."""
+        return self._held(0.0)
+
+    def found(self) -> list[int]:
+        """Return which chunks of the shared prompts this host finds in the cluster."""
+        return self._held(0.5)
+
+    def _held(self, timeout_s: float) -> list[int]:
+        try:
+            return np.flatnonzero(self._connected().exists(self._shared, timeout_s=timeout_s)).tolist()
+        except raykv.TransientError:
+            return []
+
 
 def main() -> None:
     fields = fields_of_child()
@@ -212,14 +237,15 @@ def main() -> None:
         return raykv.connect(SPACE, address=fields["address"], secret=fields["secret"])
 
     load = Load(connect, **{name: fields[name] for name in ("name", "seed", "nbytes", "prompts")})
-    probe = Probe(connect, fields["nbytes"])
+    probe = Probe(connect, fields["nbytes"], fields["prompts"])
     thread = threading.Thread(target=load.run)
 
     def start() -> bool:
         thread.start()
         return True
 
-    serve({"start": start, "report": load.report, "write": probe.write, "read": probe.read})
+    questions = (probe.write, probe.read, probe.owners, probe.here, probe.found)
+    serve({"start": start, "report": load.report, **{question.__name__: question for question in questions}})
     load.stop.set()
     if thread.ident is not None:
         thread.join(10.0)

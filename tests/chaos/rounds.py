@@ -15,6 +15,8 @@ from tests.chaos.hosts import both_ways
 CONVERGED_S: Final = 5.0
 PATIENCE_S: Final = 30.0
 """A cluster that has not converged by then ends the run. One that takes longer than CONVERGED_S fails its round."""
+SOON_S: Final = 1.0
+"""While a fault lasts, what a host has stored is found by hosts that the fault does not touch within this time."""
 LONGEST_S: Final = 3.5
 KINDS: Final = ("kill", "kill_supervisor", "pause", "partition", "one_way", "loss", "rate", "clock", "move")
 
@@ -85,22 +87,28 @@ def _event(kind: str, host: str, others: list[str], rng: random.Random, longest_
 
 
 class Rounds:
-    """Runs events on a cluster under load."""
+    """Runs events on a cluster under load.
+
+    Attributes:
+        converged_s: How long each round took to converge.
+        found_s: How long chunks of hosts that a fault did not touch took to be found, while the fault lasted.
+        failures: What broke a bar.
+    """
 
     def __init__(self, cluster: Cluster, log: Callable[[str], None] = print) -> None:
         self._cluster, self._log = cluster, log
         self.converged_s: list[float] = []
+        self.found_s: list[float] = []
         self.failures: list[str] = []
 
     def run(self, number: int, event: Event) -> None:
         """Run one round: the event, its end, and convergence. Adds what broke a bar to `failures`."""
         cluster = self._cluster
-        self._happen(event)
         try:
+            self._happen(event)
             took_s = cluster.converge(PATIENCE_S)
         except AssertionError as error:
-            self.failures.append(f"round {number} ({event}): {error}")
-            raise
+            raise AssertionError(f"round {number} ({event}): {error}") from error
         found, problems = cluster.collect(), cluster.problems
         cluster.problems = []
         self.converged_s.append(took_s)
@@ -120,8 +128,22 @@ class Rounds:
         if not event.lasts_s:
             self._strike(event.kind, event.host, event.amount)
             return
+        until_s = time.monotonic() + event.lasts_s
         with self._fault(event):
-            time.sleep(event.lasts_s)
+            self._use_others(event)
+            time.sleep(max(0.0, until_s - time.monotonic()))
+
+    def _use_others(self, event: Event) -> None:
+        """While the fault lasts, hosts that still reach each other find what one of them stores."""
+        if event.kind in ("loss", "rate") or event.other in ("directory", DIRECTORY):
+            return
+        fine = set(self._cluster.owners) - {event.host if event.other not in self._cluster.hosts else event.other}
+        hosts = sorted(fine, key=lambda host: (host != event.host, host))  # one that cannot reach another stores
+        time.sleep(SOON_S)  # the fault must have an effect
+        self.found_s.append(self._cluster.found_after(hosts, PATIENCE_S))
+        if self.found_s[-1] > SOON_S:
+            problem = f"chunks of {hosts[0]} were found on {hosts[1]} only after {self.found_s[-1]:.2f} s"
+            self._cluster.problems.append(problem)
 
     def _strike(self, kind: str, host: str, amount: float) -> None:
         """Do what needs no end."""

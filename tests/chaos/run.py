@@ -32,6 +32,7 @@ def run(seed: int, rounds: int, *, longest_s: float = LONGEST_S) -> Rounds:
         f"seed {seed}: {rounds} rounds in {time.monotonic() - began_s:.0f} s, {operations} operations, "
         f"{results['hit']} hits, {results['missed']} misses, {results['stored']} stored, {results['skipped']} skipped; "
         f"converged in {statistics.median(done.converged_s):.2f} s (median), {max(done.converged_s):.2f} s (worst); "
+        f"found during faults in {max(done.found_s, default=0.0):.2f} s (worst of {len(done.found_s)}); "
         f"worst overrun {1e3 * overruns_s[0]:.0f} ms, {1e3 * overruns_s[1]:.0f} ms without other processes; "
         f"{len(done.failures)} failures",
         flush=True,
