@@ -640,7 +640,7 @@ def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, faults, rng):
         print(f"{hits} of {asked} chunks arrived")
         assert 0 < hits < asked
         faults.loss = 0.0
-        running.settle(timeout_s=30.0)  # longer than ANNOUNCE_DEADLINE_S, after which lost announcements are sent again
+        running.settle(timeout_s=30.0)  # longer than SLOW_S, after which lost announcements are sent again
         for node in running.nodes[:3]:
             assert node.failure is None
             assert not {

@@ -37,7 +37,10 @@ LOCKED_KEYS: Final = 4096
 """The announcer looks up at most this many keys at a time under the node's lock, because writers wait for the lock."""
 ANNOUNCE_S: Final = 0.01
 """The announcer waits this long after a change, so that one message can announce several changes."""
-ANNOUNCE_DEADLINE_S: Final = 5.0
+FIRST_S: Final = 0.5
+"""An owner has this long to answer while the other owners wait. If it is slower, it is left to a thread of its own."""
+SLOW_S: Final = 3.0
+"""How long the thread for slow owners waits for one answer."""
 
 
 class Announcer:
@@ -45,6 +48,9 @@ class Announcer:
 
     An announcement describes the state at the time of sending. So the order of changes does not matter, and
     announcements are idempotent.
+
+    A second thread serves the slow owners: those that did not answer in time. So an owner that hangs, or that only this
+    node does not reach, does not delay the announcements to other owners.
 
     Attributes:
         view: The newest view. Announcements are sent to the owners in this view.
@@ -65,6 +71,8 @@ class Announcer:
         self._config, self._store, self._lock, self._mover = config, store, lock, mover
         self._location_index, self._pool, self._changed = location_index, pool, changed
         self._queue: list[KeyArray] = []
+        self._slow: dict[NodeId, list[KeyArray]] = {}  # keys for each slow owner
+        self._slow_waiting = threading.Event()
         self._sending = self._adopting = self._restarted = False
         self._view_lock = threading.Lock()
         self.view = View()
@@ -84,14 +92,14 @@ class Announcer:
 
     @property
     def waiting_keys(self) -> int:
-        """Number of keys in the queue. Changes that are still in the store or in the tiers are not counted."""
-        return sum(map(len, self._queue))
+        """Number of keys in the queues. Changes that are still in the store or in the tiers are not counted."""
+        return sum(map(len, self._queue)) + sum(len(keys) for waiting in [*self._slow.values()] for keys in waiting)
 
     @property
     def done(self) -> bool:
-        """Whether the store has no changes to announce, the queue is empty, and no announcement is being sent."""
+        """Whether the store has no changes to announce, the queues are empty, and no announcement is being sent."""
         with self._lock:
-            return not (self._sending or self._adopting or self._queue or self._store.has_changes)
+            return not (self._sending or self._adopting or self._queue or self._slow or self._store.has_changes)
 
     def adopt(self, view: View) -> None:
         """Use a newer view. Drop locations of keys that other nodes own now, and announce keys whose owner changed."""
@@ -164,10 +172,56 @@ class Announcer:
             owner = view.member(view.ring.nodes[place])
             assert owner is not None
             theirs = keys[owners == place]
-            for start in range(0, len(theirs), ANNOUNCED_KEYS):
-                self._send_to(owner, theirs[start : start + ANNOUNCED_KEYS])
+            with self._lock:
+                is_slow = owner.node_id in self._slow
+                if is_slow:
+                    self._add_slow_locked(owner.node_id, theirs)
+            if not is_slow and not self._send_parts(owner, theirs, FIRST_S):
+                with self._lock:
+                    self._slow[owner.node_id] = []
+                    self._add_slow_locked(owner.node_id, theirs)
+                self._slow_waiting.set()
 
-    def _send_to(self, owner: Member, keys: KeyArray) -> None:
+    def _add_slow_locked(self, owner: NodeId, keys: KeyArray) -> None:
+        if self.waiting_keys + len(keys) <= MAX_RETRIED_KEYS:
+            self._slow[owner].append(keys)
+
+    def run_slow(self, stopping: threading.Event) -> None:
+        """Send announcements to the slow owners until `stopping` is set. The second thread runs this method."""
+        while not stopping.is_set():
+            self._slow_waiting.wait(timeout=self._config.heartbeat_s)
+            self._slow_waiting.clear()
+            for name in [*self._slow]:
+                if not stopping.is_set():
+                    self._send_slow(name)
+
+    def _send_slow(self, name: NodeId) -> None:
+        """Send a slow owner what waits for it. If nothing waits, the owner is not slow any more."""
+        with self._lock:
+            count = len(self._slow[name])  # more may be added meanwhile
+            if not count:
+                del self._slow[name]
+                return
+            keys = chunk_keys.unique(np.concatenate(self._slow[name]))
+        view = self.view
+        owner, theirs = view.member(name), view.ring.shares(keys).get(name, [])
+        left: list[KeyArray] = []
+        if owner is not None and not self._send_parts(owner, keys[theirs], SLOW_S):
+            left = [keys]
+        elif len(theirs) < len(keys):  # the view has changed, and other nodes own these keys now
+            self.announce(np.delete(keys, theirs, axis=0))
+        with self._lock:
+            self._slow[name][:count] = left
+        if not left:
+            self._slow_waiting.set()
+
+    def _send_parts(self, owner: Member, keys: KeyArray, timeout_s: float) -> bool:
+        """Send an announcement of at most ANNOUNCED_KEYS keys at a time. Returns whether all were answered."""
+        parts = range(0, len(keys), ANNOUNCED_KEYS)
+        return all(self._send_to(owner, keys[start : start + ANNOUNCED_KEYS], timeout_s) for start in parts)
+
+    def _send_to(self, owner: Member, keys: KeyArray, timeout_s: float) -> bool:
+        """Send one announcement. Returns False if the owner does not answer in time. A refusal counts as an answer."""
         me = self._config.node_id
         self.announced += len(keys)
         nbytes, below = self._look_up(keys)
@@ -176,7 +230,7 @@ class Announcer:
         if owner.node_id == me:
             self._location_index.remove(me, keys[~here])
             self._location_index.add(me, keys[here], nbytes, below if below.any() else None)
-            return
+            return True
         message = messages.Announce(
             me,
             added=chunk_keys.to_bytes(keys[here]),
@@ -185,17 +239,16 @@ class Announcer:
             below_memory=pack_bits(below),
             incarnation=0 if (mine := self.view.member(me)) is None else mine.incarnation,
         )
-        deadline_s = time.monotonic() + ANNOUNCE_DEADLINE_S
+        deadline_s = time.monotonic() + timeout_s
         try:
             self._pool.ask(owner.address, lambda link: link.call(message, deadline_s=deadline_s), deadline_s=deadline_s)
-        except RayKVError as error:
+        except TransientError:
             self.failures += 1
-            if not isinstance(error, TransientError):  # no retry, because the owner would refuse again
-                self._log.write(logging.WARNING, "%s refuses an announcement: %.300s", owner.node_id, error)
-                return
-            with self._lock:
-                if self.waiting_keys + len(keys) <= MAX_RETRIED_KEYS:
-                    self._queue.append(keys)
+            return False
+        except RayKVError as error:  # no retry, because the owner would refuse again
+            self.failures += 1
+            self._log.write(logging.WARNING, "%s refuses an announcement: %.300s", owner.node_id, error)
+        return True
 
     def _look_up(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint32], Bits]:
         """Return the length of each chunk on this node, and whether the chunk is only in a tier below memory.

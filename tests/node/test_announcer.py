@@ -7,6 +7,8 @@ import pytest
 
 from raykv.embedded import InProcessMembership
 from raykv.errors import PeerUnavailable
+from raykv.node import announcer
+from raykv.node.announcer import FIRST_S
 from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.protocol.chunk_keys import from_bytes
@@ -114,6 +116,34 @@ def test_an_owner_that_does_not_answer_hears_later(nodes: Nodes, faults: Faults)
     assert node.stats()["unannounced"] > 0
     assert not node.announced
     faults.restore(nodes.by_name["b"])
+    nodes.settle()
+    assert {nodes.located(name) for name in NAMES} == {(("a",), PAGE)}
+
+
+def test_an_owner_that_hangs_delays_no_announcement_to_others(nodes: Nodes, faults: Faults, monkeypatch):
+    """Each request to "b" takes until its deadline. In the order of owners, "b" comes before "c"."""
+    monkeypatch.setattr(announcer, "SLOW_S", 2.0)
+    nodes.start("a", "b", "c")
+    faults.hang(nodes.by_name["b"])
+    for part in range(3):
+        fresh = [f"{part}-{name}" for name in NAMES]
+        nodes.put("a", fresh)
+        theirs = [name for name in fresh if nodes.owner(name) == "c"]
+        assert theirs
+        wait_until(lambda theirs=theirs: all(nodes.located(name)[0] == ("a",) for name in theirs), FIRST_S + 1.0)
+    assert nodes.by_name["a"].stats()["unannounced"] > 0
+    faults.restore(nodes.by_name["b"])
+    nodes.settle()
+    assert {nodes.located(f"{part}-{name}") for part in range(3) for name in NAMES} == {(("a",), PAGE)}
+
+
+def test_keys_of_a_slow_owner_go_to_the_new_owner_when_it_leaves(nodes: Nodes, faults: Faults, monkeypatch):
+    monkeypatch.setattr(announcer, "SLOW_S", 0.2)
+    nodes.start("a", "b", "c")
+    faults.hang(nodes.by_name["b"])
+    nodes.put("a", NAMES)
+    wait_until(lambda: nodes.by_name["a"].stats()["errors"].get("announce", 0) > 0)
+    nodes.stop("b", leave=True)
     nodes.settle()
     assert {nodes.located(name) for name in NAMES} == {(("a",), PAGE)}
 

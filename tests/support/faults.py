@@ -26,6 +26,7 @@ class Faults:
         self.loss = self.delay_s = 0.0
         self._rng = rng
         self._silent: set[str] = set()
+        self._hanging: set[str] = set()
         self._addresses: WeakKeyDictionary[Link, str] = WeakKeyDictionary()
         self._connect, self._post, self._receive = Link.connect, Link.post, Link._receive
         patch.setattr(Link, "connect", self._connect_or_fail)
@@ -36,8 +37,13 @@ class Faults:
         """From now on, no message to or from this node arrives."""
         self._silent.update(node.member.endpoints.values())
 
+    def hang(self, node: Node) -> None:
+        """From now on, each message to or from this node takes until its deadline, and is lost."""
+        self._hanging.update(node.member.endpoints.values())
+
     def restore(self, node: Node) -> None:
         self._silent.difference_update(node.member.endpoints.values())
+        self._hanging.difference_update(node.member.endpoints.values())
 
     def _connect_or_fail(self, address: str, secret: bytes, *, deadline_s: float, tls: Tls | None = None) -> Link:
         self._send(address, deadline_s)
@@ -60,6 +66,9 @@ class Faults:
     def _send(self, address: str, deadline_s: float) -> None:
         if address in self._silent:
             raise PeerUnavailable(f"{address} does not answer")
+        if address in self._hanging:
+            time.sleep(remaining(deadline_s))
+            raise PeerUnavailable("the deadline has passed")
         if self.delay_s:
             time.sleep(min(self.delay_s, remaining(deadline_s)))
             remaining(deadline_s)
