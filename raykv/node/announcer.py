@@ -160,7 +160,7 @@ class Announcer:
             if self._restarted:
                 self._restarted = False
                 for member in self.view.members:
-                    self._send_to(member, keys[:0])
+                    self._send_to(member, keys[:0], FIRST_S)
             if len(keys) and not stopping.is_set():
                 self._send(chunk_keys.unique(keys))
             self._sending = False
