@@ -43,8 +43,8 @@ LETTERS = "abcdefghijklm"
 
 @cache
 def folder_for(name: str) -> Path:
-    """A directory of this process in memory. It is removed at the end of the process."""
-    path = Path(tempfile.mkdtemp(prefix=f"raykv-fuzz-{name}-", dir="/dev/shm"))
+    """A directory of this process. It is removed at the end of the process."""
+    path = Path(tempfile.mkdtemp(prefix=f"raykv-fuzz-{name}-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
 

@@ -7,12 +7,14 @@ and mutates the seeds at random.
 
 import argparse
 import logging
+import os
 import random
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 PLACE: Final = Path(".cache/fuzz")
@@ -51,7 +53,11 @@ def main() -> int:
 def start_guided(name: str, seconds: float, seed: int) -> bool:
     """Fuzz a target in a process of its own, because the fuzzer ends its process. Returns whether it found no bug."""
     command = [sys.executable, "-m", "tests.fuzz.run", "--inside", "--seconds", str(seconds), "--seed", str(seed), name]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    with TemporaryDirectory(prefix="raykv-fuzz-", dir="/dev/shm") as folder:  # the fuzzer ends without atexit
+        environment = {**os.environ, "TMPDIR": folder}
+        done = subprocess.run(
+            command, stderr=subprocess.PIPE, text=True, errors="replace", check=False, env=environment
+        )
     lines = done.stderr.splitlines()
     last = next((line for line in reversed(lines) if " cov: " in line), "no coverage")
     speed = next((line for line in lines if "number_of_executed_units" in line), "")

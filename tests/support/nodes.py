@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -160,9 +160,9 @@ def cluster(nodes: int, **options: Any) -> EmbeddedCluster:
     return raykv.embedded(nodes, **{"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "heartbeat_s": 0.03, **options})
 
 
-def run(program: str, *arguments: str) -> "subprocess.Popen[str]":
+def run(program: str, *arguments: str, stderr: IO[str] | None = None) -> "subprocess.Popen[str]":
     command = [sys.executable, "-W", "error", "-c", program, *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def kill(process: "subprocess.Popen[str]") -> None:
@@ -176,14 +176,15 @@ class NodeProcess:
     quarantine_s = 1.25 * TRUST_S
     """The quarantine. It is shorter than QUARANTINE_S, so that tests are quick, but it must be longer than TRUST_S."""
 
-    def __init__(self, shm_dir: Path) -> None:
+    def __init__(self, shm_dir: Path, stderr: IO[str] | None = None) -> None:
+        self._stderr = stderr
         storage = {"arena_nbytes": 32 << 20, "extent_nbytes": 1 << 20, "shm_dir": str(shm_dir)}
         self.fields = {"node_id": "n", "cluster": "p", "host": "elsewhere", "storage": storage, "heartbeat_s": 0.05}
         self.local_address = f"unix:{shm_dir}/raykv-p-n.sock"
         self.start()
 
     def start(self) -> None:
-        self.process = run(NODE, json.dumps(self.fields), SECRET, str(self.quarantine_s))
+        self.process = run(NODE, json.dumps(self.fields), SECRET, str(self.quarantine_s), stderr=self._stderr)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
         assert self.address, "the node did not start"
@@ -204,9 +205,9 @@ class NodeProcess:
 
 
 @contextmanager
-def node_process(shm_dir: Path) -> Iterator[NodeProcess]:
+def node_process(shm_dir: Path, stderr: IO[str] | None = None) -> Iterator[NodeProcess]:
     """A node in a process of its own, with files in `shm_dir`. At the end, the node must stop cleanly."""
-    made = NodeProcess(shm_dir)
+    made = NodeProcess(shm_dir, stderr)
     yield made
     if made.process.poll() is None:
         made.process.send_signal(signal.SIGCONT)
