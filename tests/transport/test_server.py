@@ -144,6 +144,24 @@ def test_the_log_says_little_about_a_thousand_bad_frames(served, caplog):
     assert serves(served)
 
 
+@pytest.mark.parametrize("served", ["tcp"], indirect=True)
+def test_a_stranger_is_logged_with_its_address_and_a_probe_is_not(served, caplog):
+    """A wrong secret is a mistake that operators must see. A health check that connects and ends is none."""
+    with raw_socket(served.address) as probe:
+        assert is_closed(probe, after=b"")
+    assert serves(served)
+    assert not caplog.records
+    for number in range(2 * server.MAX_LOG_LINES):
+        with raw_socket(served.address) as stream:
+            hello = handshake.greeting(b"n" * 32) if number % 2 else b"GET / HTTP/1.1\r\nHost: node\r\n\r\n".ljust(80)
+            own = "{}:{}".format(*stream.getsockname())
+            assert is_closed(stream, after=hello + bytes(handshake.PROOF_NBYTES))
+            if number == 0:
+                assert f"connection of {own} ended: the peer does not speak raykv" in caplog.text
+    assert 1 <= len(caplog.records) <= server.MAX_LOG_LINES
+    assert "does not know this cluster's secret" in caplog.text
+
+
 def test_the_log_counts_what_it_left_out(caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(server, "MAX_LOG_LINES", 2)
