@@ -14,9 +14,10 @@ from raykv.client.arguments import deadline_after
 from raykv.client.local_connection import LocalConnection
 from raykv.client.slot_pool import LentBatch
 from raykv.client.writer import Writer
-from raykv.errors import TransientError
+from raykv.errors import ProtocolError, TransientError
 from raykv.memory.reader import ShmReader
 from raykv.protocol import messages
+from raykv.protocol.codec import array
 from raykv.types import PutResult
 
 RELEASE_S: Final = 5.0
@@ -87,12 +88,15 @@ class Pins:
     """
 
     def __init__(self, local: LocalConnection, held: messages.Held, life: int, reader: ShmReader) -> None:
-        """Use `Client.pin` instead."""
+        """Use `Client.pin` instead. Raises ProtocolError if `held` names rows or bytes that the node does not have."""
         self._local, self._life, self._reader = local, life, reader
-        self._rows = np.frombuffer(held.rows, "<i4")
-        self._generations = reader.table.columns.generation[self._rows]
-        starts = np.frombuffer(held.offsets, "<u8").tolist()
-        lengths = np.frombuffer(held.nbytes, "<u4").tolist()
+        count, arena_nbytes = len(held.rows) // 4, reader.arena.nbytes
+        self._rows = array(held.rows, "<i4", count)
+        starts, lengths = array(held.offsets, "<u8", count).tolist(), array(held.nbytes, "<u4", count).tolist()
+        for row, start, length in zip(self._rows.tolist(), starts, lengths, strict=True):
+            if row >= reader.table.rows or (row >= 0 and start + length > arena_nbytes):
+                raise ProtocolError(f"row {row} with bytes {start} .. {start + length} where no chunk can be")
+        self._generations = reader.table.columns.generation[np.maximum(self._rows, 0)]
         self.views: Sequence[memoryview | None] = [
             reader.arena.view[start : start + length].toreadonly() if row >= 0 else None
             for row, start, length in zip(self._rows.tolist(), starts, lengths, strict=True)

@@ -13,7 +13,7 @@ from raykv.errors import PeerUnavailable, RayKVError
 from raykv.memory.reader import ShmReader
 from raykv.protocol import messages
 from raykv.protocol.chunk_keys import KEY_NBYTES, to_bytes
-from raykv.protocol.codec import expect
+from raykv.protocol.codec import array, expect
 from raykv.transport.forking import drop_after_fork
 from raykv.transport.link import Link
 from raykv.types import KeyArray
@@ -109,6 +109,7 @@ class LocalConnection:
         """Pin chunks in this host's memory. Returns the answer, the connection's number, and a reader of the memory.
 
         Raises:
+            ProtocolError: The answer has another number of rows than keys.
             PeerUnavailable: The connection broke, or the deadline passed. If the node's answer arrives after the
                 deadline, the chunks are unpinned at once.
         """
@@ -119,6 +120,7 @@ class LocalConnection:
 
         posted = self._ask(messages.Pin(to_bytes(keys), group=group), unpin, deadline_s=deadline_s)
         held = expect(messages.Held, _answer_of(posted))
+        array(held.rows, "<i4", len(keys))
         with self.pipeline.lock:
             if posted.life != self.pipeline.life:
                 raise PeerUnavailable("the connection with the pins broke")

@@ -27,6 +27,7 @@ class SlotPool:
     """Slots of one size, lent to one writer for one quota group.
 
     Attributes:
+        size: Length of each slot in bytes.
         life: Number of the connection on which the slots were lent.
         most: Largest number of slots in the pool.
         wanted: Target number of slots. It grows with use.
@@ -36,7 +37,7 @@ class SlotPool:
     """
 
     def __init__(self, size: int, arena_nbytes: int, *, life: int = 0) -> None:
-        self.life = life
+        self.size, self.life = size, life
         self.most = min(MAX_POOL_SLOTS, MAX_POOL_NBYTES // size, arena_nbytes // MAX_POOL_SHARE // size)
         self.wanted = self.coming = 0
         self.used_at_s = 0.0

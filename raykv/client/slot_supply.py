@@ -10,7 +10,7 @@ import numpy as np
 from raykv.client.local_connection import LocalConnection
 from raykv.client.pipeline import Outcome, Pipeline, Posted
 from raykv.client.slot_pool import POOL_IDLE_S, TRUST_S, LentBatch, Slot, SlotPool
-from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError
+from raykv.errors import LostError, PeerUnavailable, ProtocolError, RayKVError, TransientError
 from raykv.memory.slots import slot_nbytes
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array
@@ -145,10 +145,17 @@ class SlotSupply:
             self.add_locked(pool, outcome.rows, outcome.offsets)
 
     def add_locked(self, pool: SlotPool, rows: bytes, offsets: bytes) -> None:
-        """Add newly lent slots to `pool`. `rows`: their row numbers (i32). `offsets`: their offsets in bytes (u64)."""
-        if rows:
-            starts = array(offsets, "<u8", len(rows) // 4).tolist()
-            pool.slots += zip(np.frombuffer(rows, "<i4").tolist(), starts, strict=True)
+        """Add newly lent slots to `pool`. `rows`: their row numbers (i32). `offsets`: their offsets in bytes (u64).
+
+        Raises ProtocolError if a slot does not lie in the node's memory.
+        """
+        if not rows:
+            return
+        count = len(rows) // 4
+        numbers, starts = array(rows, "<i4", count).tolist(), array(offsets, "<u8", count).tolist()
+        if max(starts, default=0) > self.pipeline.reader.arena.nbytes - pool.size:
+            raise ProtocolError(f"a slot of {pool.size} bytes at {max(starts)}, outside the node's memory")
+        pool.slots += zip(numbers, starts, strict=True)
 
     def put_back_locked(self, lent: LentBatch, slots: Sequence[Slot]) -> None:
         """Put unused slots back into their pool, unless their lease has ended.

@@ -297,7 +297,7 @@ class PendingCommit:
         if run.problem:
             refused += lent.slots
         else:
-            places = array(run.unused, "<i4", len(run.unused) // 4).tolist()
+            places = dict.fromkeys(array(run.unused, "<i4", len(run.unused) // 4).tolist())
             unused = [lent.slots[place] for place in places if 0 <= place < len(lent.slots)]
         self._supply.put_back_locked(lent, unused)
         if run.problem:

@@ -1,9 +1,11 @@
 """Targets: members gone wrong, with messages of valid types and hostile values."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import raykv
@@ -18,7 +20,7 @@ from raykv.protocol.placement import Member, View
 from raykv.transport.base import Reply
 from raykv.transport.server import SocketServer
 from tests.fuzz.base import fuzzed
-from tests.support import hostile
+from tests.support import hostile, stores
 from tests.support.crowd import Crowd, check_store
 from tests.support.hostile import Source
 from tests.support.nodes import SPACE, keys_of, make_node
@@ -62,6 +64,17 @@ def check_directory(logic: Membership) -> None:
 # -- a client whose nodes lie -----------------------------------------------------------------------------------------
 
 
+@cache
+def memory() -> stores.Bench:
+    """The memory that a lying node gives to clients on its host. It stays mapped until this process ends."""
+    return stores.Bench.open(None, now_s=time.monotonic() - 1.0, arena_nbytes="128 KiB", max_chunks=64)
+
+
+def files() -> tuple[str, str]:
+    store = memory().store
+    return str(store.table.memory.path), str(store.arena.path)
+
+
 class Liar:
     """A node that answers every request with hostile values, drawn from `source`. Without a source, it is honest.
 
@@ -82,6 +95,8 @@ class Liar:
     def answer(self, request: messages.Message, session: object) -> Reply:
         with self._lock:
             source = self.source
+            if isinstance(request, messages.Attach) and (source is None or source.below(8)):
+                return Reply(messages.Attached("n", "elsewhere", *files(), SECRET, True))
             if source is None or (isinstance(request, messages.GetView) and source.below(8)):
                 return Reply(messages.ViewIs(View(1, (self.member,))))
             answer = self._answer_to(request, source)
@@ -99,6 +114,12 @@ class Liar:
             messages.Configure: messages.Configured,
             messages.GetView: messages.ViewIs,
             messages.GetStats: messages.Stats,
+            messages.Lend: messages.Lent,
+            messages.Commit: messages.Committed,
+            messages.Pin: messages.Held,
+            messages.GiveBack: messages.Done,
+            messages.Unpin: messages.Done,
+            messages.OpenNamespace: messages.Done,
         }
         kind = kinds.get(type(request), messages.Count)
         made = hostile.structure(kind, source) if source.below(8) else hostile.answer(source)
@@ -128,10 +149,10 @@ def _fit(answer: Any, keys: int) -> None:
 
 
 @contextmanager
-def lied_to() -> Iterator[tuple[Liar, "raykv.Client"]]:
+def lied_to(address: str) -> Iterator[tuple[Liar, "raykv.Client"]]:
     """A client that has joined while its node was honest. It trips no breaker, and waits for little."""
     service = Liar()
-    server = SocketServer(service, "127.0.0.1:0", SECRET, io_timeout_s=0.05, max_connections=64)
+    server = SocketServer(service, address, SECRET, io_timeout_s=0.05, max_connections=64)
     service.member = Member("n", "elsewhere", {"tcp": server.address}, 1.0, 1)
     server.serve()
     fields = {"address": server.address, "secret": SECRET.hex(), "breaker_s": 0.0, "timeout_s": 0.1, "verify": "always"}
@@ -168,13 +189,34 @@ def calls_of(client: "raykv.Client") -> list[Callable[[], object]]:
         lambda: client.get_one(client.key(names[0]), into[0]),
         lambda: client.put_one(client.key(names[0]), values[0]),
         lambda: client.exists_one(client.key(names[0])),
+        lambda: client.prepare(4096, 4),
+        lambda: client.pin(names).release(),
+        lambda: _use(client.pin(names)),
+        lambda: client.reserve(names, 4096).commit(),
+        lambda: client.reserve(names, 4096).abort(),
     ]
+
+
+def _use(pins: "raykv.Pins") -> None:
+    with pins:
+        pins.valid()
+        assert all(view is None or isinstance(view, memoryview) for view in pins.views)
 
 
 @fuzzed(random_seeds)
 def answers(data: bytes) -> None:
     """Answers of a node to a client on another host. Calls give results or RayKVError."""
-    with lied_to() as (service, client):
+    call_some("127.0.0.1:0", data)
+
+
+@fuzzed(random_seeds)
+def local_answers(data: bytes) -> None:
+    """Answers of a node to a client on its host, about slots and pins. Calls give results or RayKVError."""
+    call_some(f"unix:@raykv-fuzz-{os.getpid()}", data)
+
+
+def call_some(address: str, data: bytes) -> None:
+    with lied_to(address) as (service, client):
         source = service.source = Source(data)
         calls = calls_of(client)
         for _ in range(6):
