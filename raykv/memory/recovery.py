@@ -52,6 +52,7 @@ def recover(table: Table) -> Recovered:
     """
     columns, populated = table.columns, slice(0, table.rows_populated)
     generations, state = columns.generation[populated].copy(), columns.state[populated]
+    _require(table, len(state) > 0, "no rows have real memory")
     _require(table, state.max() <= max(RowState), "rows in unknown states")
     odd = (generations & 1).astype(np.bool_)
     quarantined = odd & (state != RowState.FREE)
@@ -85,6 +86,7 @@ def require_sound(table: Table) -> None:
     columns, populated = table.columns, slice(0, table.rows_populated)
     generations, state = columns.generation[populated], columns.state[populated]
     try:
+        _require(table, len(state) > 0, "no rows have real memory")
         _require(table, state.max() <= max(RowState), "rows in unknown states")
         is_ready = state == RowState.READY
         _require(table, (generations[is_ready] != 0).all(), "ready rows without a chunk")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
-from raykv.errors import LostError
+from raykv.errors import DamagedError, LostError
 from raykv.memory import free_rows, recovery
 from raykv.memory.layout import RowState
 from raykv.memory.slots import slot_nbytes
@@ -274,6 +274,16 @@ def test_a_link_whose_depths_do_not_agree_is_dropped():
     assert columns.parent[rows].tolist() == [-1, 0, -1, 2]
     assert columns.children[rows].tolist() == [1, 0, 1, 0]
     assert columns.depth[rows].tolist() == [0, 1, 7, 8]
+
+
+def test_a_table_without_rows_in_memory_is_refused():
+    """A node that is killed while it makes its table leaves one. The next node must start empty, not fail."""
+    table = small_table()
+    table._rows_populated[0] = 0
+    with pytest.raises(LostError, match="no rows"):
+        recovery.recover(table)
+    with pytest.raises(DamagedError, match="no rows"):
+        recovery.require_sound(table)
 
 
 def test_slots_are_derived_from_the_rows(np_rng):
