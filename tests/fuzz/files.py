@@ -109,7 +109,10 @@ def mapped(data: bytes) -> Iterator[tuple[SharedMemory, SharedMemory]]:
 def table(data: bytes) -> None:
     """The table of an earlier process. It is refused, or recovered so that the store can work with it."""
     with mapped(data) as (memory, arena):
-        store = Store(stores.config_for(None, **FIELDS), Table(memory), arena, now_s=NOW_S + 20.0)
+        config, found = stores.config_for(None, **FIELDS), Table(memory)
+        if (found.rows, found.extents, found.extent_nbytes) != (config.rows, config.extents, config.extent_nbytes):
+            return  # `attach_files` refuses it
+        store = Store(config, found, arena, now_s=NOW_S + 20.0)
         require_sound(store.table)
         ready = store.table.ready_rows()
         if np.array_equal(store.table.find(store.table.keys_of(ready)), ready):
