@@ -3,6 +3,7 @@
 import json
 import random
 import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -146,7 +147,7 @@ BREAKS: Final[dict[str, Callable[[random.Random, bytes], bytes]]] = {
 }
 
 
-def attack(addresses: list[str], secret: str, *, seed: int, frames: int) -> "object":
+def attack(addresses: list[str], secret: str, *, seed: int, frames: int) -> "subprocess.Popen[str]":
     """Start a process that sends `frames` frames. At its end it prints the number of frames by kind, as JSON."""
     return run(PROGRAM, json.dumps([addresses, secret, seed, frames]))
 
