@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 from raykv.config import ClientConfig, NodeConfig, StorageConfig, TlsConfig
 from raykv.membership.membership import InProcessMembership
 from raykv.node.node import Node
+from raykv.protocol.keyring import SECRET_NBYTES, Keyring
 from raykv.protocol.namespace import Namespace
 
 if TYPE_CHECKING:
@@ -21,17 +22,23 @@ class EmbeddedCluster:
     Attributes:
         membership: The directory, which keeps the list of members.
         nodes: All nodes, including killed nodes. A node's number is its index in this list.
-        secret: The cluster's secret, as hexadecimal text. Clients that connect by "host:port" need it.
     """
 
     def __init__(self, config: NodeConfig, *, separate_hosts: bool, member_timeout_s: float) -> None:
         """Use `raykv.embedded` instead. `config` applies to all nodes; `add` sets `node_id` and `host` of each node."""
-        self._secret = secrets.token_bytes(32)
-        self.secret = self._secret.hex()
+        keyring = Keyring.first(secrets.token_bytes(SECRET_NBYTES))
+        self._secret = keyring.current
         self._config, self._separate_hosts = config, separate_hosts
         self._clients: list[Client] = []
-        self.membership = InProcessMembership(member_timeout_s=member_timeout_s)
+        self.membership = InProcessMembership(member_timeout_s=member_timeout_s, keyring=keyring)
         self.nodes: list[Node] = []
+
+    @property
+    def secret(self) -> str:
+        """The cluster's secret, as hexadecimal text. Clients that connect by "host:port" need it."""
+        keyring = self.membership.logic.keyring
+        assert keyring is not None
+        return keyring.current.hex()
 
     def add(self) -> int:
         """Start one more node. Returns its number."""

@@ -8,6 +8,8 @@ import threading
 import time
 from typing import Final
 
+import msgspec
+
 from raykv.client.pipeline import Finish, Outcome, Pipeline, Posted
 from raykv.errors import PeerUnavailable, RayKVError
 from raykv.memory.reader import ShmReader
@@ -73,6 +75,17 @@ class LocalConnection:
         except BaseException:  # an interrupt too: no other code would close the link
             link.close()
             raise
+
+    def learn_secret(self, deadline_s: float) -> bytes:
+        """Ask the node for the secret that the cluster uses now, which may have been rotated. Updates `attached`.
+
+        Raises RayKVError if the node does not answer.
+        """
+        answer = expect(messages.Attached, self.call(messages.Attach(), deadline_s))
+        with self._lock:
+            if answer.cluster == self.attached.cluster:
+                self.attached = msgspec.structs.replace(self.attached, secret=answer.secret)
+            return self.attached.secret
 
     def is_current(self) -> bool:
         """Return whether the node still uses the mapped memory. If not, the next request maps the node's new memory.

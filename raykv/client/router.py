@@ -86,6 +86,7 @@ class Router:
         self._metrics: dict[bytes, ClientMetrics] = {}
         self._view = View()
         self._failures, self._retry_at_s = 0, 0.0
+        self._cluster = b""
         self.local: LocalConnection | None = None
         self.writer: Writer | None = None
         secret, host, tls = _secret(config), host_identity(), _open_tls(config.tls)
@@ -97,6 +98,7 @@ class Router:
                 tls = self._tls_of_node(attached)
         self._host = host
         self.pool = ConnectionPool(secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer, tls=tls)
+        self.pool.learn_secret = self._learn_secret
         self.paths = open_data_paths(PathEnvironment(self.pool, host, config.verify, self.copy_threads))
         try:
             self.refresh(deadline_s)
@@ -110,6 +112,7 @@ class Router:
         retry_s = self.config.breaker_s
         self.local = LocalConnection(address, deadline_s=deadline_s, retry_s=retry_s)
         self.writer = Writer(self.local, self.copy_threads, retry_s=retry_s)
+        self._cluster = self.local.attached.cluster
         return self.local.attached
 
     def _tls_of_node(self, attached: messages.Attached) -> "Tls | None":
@@ -132,6 +135,15 @@ class Router:
                 except TransientError:
                     continue  # the node is down or belongs to another user: treat it as a remote node
 
+    def _learn_secret(self, deadline_s: float) -> bytes:
+        """Ask this host's node for the secret that the cluster uses now. If nobody answers, return the known one."""
+        if self.local is None:
+            return self.pool.secret
+        try:
+            return self.local.learn_secret(deadline_s)
+        except RayKVError:
+            return self.pool.secret
+
     def is_near(self, member: Member) -> bool:
         return member.host == self._host
 
@@ -149,10 +161,13 @@ class Router:
         """Return the view. Fetch a new view first if an answer had a greater epoch, or if a node did not answer."""
         pool, local = self.pool, self.local
         pipelines = [each.pipeline for each in (local, self.writer) if each is not None]
-        if local is not None and local.attached.secret not in (b"", pool.secret):
+        attached = None if local is None else local.attached
+        if attached is not None and attached.secret not in (b"", pool.secret):
+            pool.secret = attached.secret
+        if attached is not None and attached.cluster != self._cluster:
             # The node has joined another cluster. Epochs of two clusters cannot be compared, so all epochs are reset.
             pool.retain(())
-            pool.secret, pool.epoch, self._view = local.attached.secret, 0, View()
+            self._cluster, pool.epoch, self._view = attached.cluster, 0, View()
             for pipeline in pipelines:
                 pipeline.epoch = 0
         stale = max([pool.epoch, *(pipeline.epoch for pipeline in pipelines)]) > self._view.epoch

@@ -15,6 +15,7 @@ from raykv.config import ClusterConfig, NodeConfig
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError
 from raykv.membership.membership import InProcessMembership
 from raykv.memory.arena import sized_by_share
+from raykv.protocol.keyring import Keyring
 from raykv.protocol.messages import Configure, Heartbeat, HeartbeatAnswer
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.storage.files import ABANDONED_S, remove_orphans, remove_unowned
@@ -92,13 +93,15 @@ def _names(ray_node_ids: Iterable[str]) -> set[str]:
 class DirectoryActor(InProcessMembership):
     """The directory of the cluster's members, and a loop that starts a node actor on every Ray node.
 
-    After a crash, Ray restarts this actor with the same secret and config. The actor then finds the node actors by
-    their names. It gets the newest view, which is the list of members, from the nodes' heartbeats.
+    After a crash, Ray restarts this actor with the same config and the secret that the cluster began with. The actor
+    then finds the node actors by their names. It gets the newest view, which is the list of members, and the newest
+    secrets from the nodes' heartbeats.
     """
 
     def __init__(self, config: ClusterConfig, secret: bytes) -> None:
         hot = math.inf if config.hot_nbytes_per_s is None else config.hot_nbytes_per_s
-        super().__init__(member_timeout_s=config.member_timeout_s, hot_nbytes_per_s=hot)
+        keyring = Keyring.first(secret)
+        super().__init__(member_timeout_s=config.member_timeout_s, hot_nbytes_per_s=hot, keyring=keyring)
         self._config, self._secret = config, secret
         self._nodes: dict[str, Any] = {}
         self._leaving: set[str] = set()  # Ray nodes whose nodes are drained because they are about to end
@@ -107,12 +110,20 @@ class DirectoryActor(InProcessMembership):
         self._reconciler.start()
 
     def describe(self) -> dict[str, Any]:
-        """Return the cluster's config and view, and this actor's process id."""
-        return {"config": self._config, "pid": os.getpid(), "view": self.logic.view}
+        """Return the cluster's config and view, how far a rotation of the secret is, and this actor's process id."""
+        keyring = self.logic.keyring
+        assert keyring is not None
+        return {
+            "config": self._config,
+            "pid": os.getpid(),
+            "view": self.logic.view,
+            "secret": {"stage": keyring.stage, "behind": self.logic.behind()},
+        }
 
     def secret(self) -> str:
         """Return the cluster's secret as hexadecimal text."""
-        return self._secret.hex()
+        assert self.logic.keyring is not None
+        return self.logic.keyring.current.hex()
 
     def stop(self, timeout_s: float) -> None:
         """Stop all nodes, and remove the memory of live and dead nodes. Afterwards, the caller must end this actor."""

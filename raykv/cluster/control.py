@@ -11,6 +11,7 @@ import ray
 from raykv.cluster.actors import NAMESPACE, DirectoryActor, detached, directory_name, node_actors, node_name
 from raykv.config import ClusterConfig
 from raykv.errors import ConfigError, PeerUnavailable, UsageError
+from raykv.protocol.keyring import Stage
 from raykv.protocol.trace_requests import TracedRequest
 
 CALL_TIMEOUT_S: Final = 30.0
@@ -67,6 +68,7 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
         * "name": Name of the cluster.
         * "epoch": Version of the directory's list of members.
         * "directory": {"pid": process id}.
+        * "secret": {"stage": see `raykv.protocol.keyring.Stage`, "behind": nodes that have not finished this step}.
         * "nodes": For each Ray node id, {"member": bool, "pid": process id, counters...} or {"error": text}.
 
     Raises:
@@ -86,6 +88,7 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
         "name": name,
         "epoch": described["view"].epoch,
         "directory": {"pid": described["pid"]},
+        "secret": described["secret"],
         "nodes": nodes,
     }
 
@@ -304,6 +307,44 @@ def secret(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> str:
     """Return the cluster's secret as hexadecimal text, for clients outside Ray."""
     text: str = ray.get(_directory(name).secret.remote(), timeout=timeout_s)
     return text
+
+
+def rotate_secret(name: str = "default", *, keep_former: bool = False, timeout_s: float = 60.0) -> Iterator[Stage]:
+    """Replace the cluster's secret by a new one, in three steps. A rotation that was interrupted goes on.
+
+    All nodes finish a step before the next one begins, so no request fails. Clients on a host with a node learn the new
+    secret from the node.
+
+    Args:
+        name: Name of the cluster.
+        keep_former: Whether to leave out the last step. Until then the former secret is accepted too, so that clients
+            elsewhere can be given the new one.
+        timeout_s: Time limit of one step.
+
+    Yields:
+        The stage, after each step that all nodes have finished.
+
+    Raises:
+        PeerUnavailable: No cluster of that name runs, or not all nodes have finished a step in time. Try again: the
+            rotation goes on where it stands.
+    """
+    last = Stage.USED if keep_former else Stage.STEADY
+    stage = _await_secrets(name, time.monotonic() + timeout_s)
+    while stage is not last or last is Stage.STEADY:
+        try:
+            ray.get(_directory(name).rotate.remote(), timeout=CALL_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            raise PeerUnavailable(f"the directory cannot rotate the secret now: {error}") from error
+        stage = _await_secrets(name, time.monotonic() + timeout_s)
+        yield stage
+        if stage is last:
+            return
+
+
+def _await_secrets(name: str, until_s: float) -> Stage:
+    """Wait until all members use the newest secrets. Return the stage of the rotation."""
+    found = _wait_until(lambda found: bool(found["nodes"]) and not found["secret"]["behind"], name, until_s)
+    return Stage(found["secret"]["stage"])
 
 
 def _directory(name: str) -> Any:

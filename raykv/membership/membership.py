@@ -6,13 +6,16 @@ calls it.
 """
 
 import logging
+import secrets
 import threading
 import time
 from typing import Final, Protocol
 
+from raykv.errors import TransientError, UsageError
 from raykv.membership.heat_map import HeatMap
 from raykv.membership.namespace_registry import NamespaceRegistry
 from raykv.protocol import codec
+from raykv.protocol.keyring import SECRET_NBYTES, Keyring, Stage
 from raykv.protocol.messages import Configure, Heartbeat, HeartbeatAnswer
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
@@ -57,14 +60,22 @@ class Membership:
             the epoch of the view that it adopts.
         registry: The list of namespaces that were configured or dropped.
         heat: The load of the members, and the replicas that it needs.
+        keyring: The cluster's secrets. None: the nodes do not get them from here.
     """
 
-    def __init__(self, *, member_timeout_s: float, hot_nbytes_per_s: float = HOT_NBYTES_PER_S) -> None:
-        """Start without members. A member that sends no heartbeat for `member_timeout_s` is removed from the view.
+    def __init__(
+        self, *, member_timeout_s: float, hot_nbytes_per_s: float = HOT_NBYTES_PER_S, keyring: Keyring | None = None
+    ) -> None:
+        """Start without members.
 
-        `hot_nbytes_per_s`: see `HeatMap`.
+        Args:
+            member_timeout_s: A member that sends no heartbeat for this long is removed from the view.
+            hot_nbytes_per_s: See `HeatMap`.
+            keyring: The secrets that this directory knows; a node may know newer ones. None: secrets are not rotated.
         """
         self._timeout_s = member_timeout_s
+        self.keyring = keyring
+        self._keyring_versions: dict[NodeId, int] = {}
         self._seen_s: dict[NodeId, float] = {}
         self._merged: set[NodeId] = set()  # nodes whose lists of namespaces are merged into `registry`
         self.view = View()
@@ -84,9 +95,41 @@ class Membership:
         answer = self._update_view(heartbeat, now_s)
         answer.registry = ours.encode() if ours.version > version else None
         answer.want_registry = version > 0 and (node_id not in self._merged or version > ours.version)
+        self._update_keyring(heartbeat, answer)
         if heartbeat.heat is not None and not answer.want_view:
             answer.heat = self.heat.beat(node_id, heartbeat.heat, self.view, now_s=now_s)
         return answer
+
+    def _update_keyring(self, heartbeat: Heartbeat, answer: HeartbeatAnswer) -> None:
+        ours, theirs, version = self.keyring, heartbeat.keyring, heartbeat.keyring_version
+        if ours is None:
+            return
+        if theirs is not None and theirs.cluster == ours.cluster and theirs.version > ours.version:
+            self.keyring = ours = theirs
+        self._keyring_versions[heartbeat.member.node_id] = version
+        answer.keyring = ours if ours.version > version else None
+        answer.want_keyring = version > ours.version
+
+    def behind(self) -> list[NodeId]:
+        """Return the members that have not reported that they use the newest secrets."""
+        version = 0 if self.keyring is None else self.keyring.version
+        names = [member.node_id for member in self.view.members]
+        return [name for name in names if self._keyring_versions.get(name) != version]
+
+    def rotate(self, secret: bytes) -> Keyring:
+        """Do the next step of a rotation of the secret: see `Keyring.next_step`. Returns the new keyring.
+
+        Raises:
+            UsageError: This directory has no secrets.
+            TransientError: There is no member, or some members have not finished the last step. Try again later.
+        """
+        if self.keyring is None:
+            raise UsageError("this directory does not hold the cluster's secrets")
+        behind = self.behind()
+        if behind or not self.view.members:
+            raise TransientError(f"not all nodes use the same secrets yet: {', '.join(behind) or 'there is no node'}")
+        self.keyring = self.keyring.next_step(secret)
+        return self.keyring
 
     def _update_view(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatAnswer:
         member, view = heartbeat.member, heartbeat.view
@@ -141,8 +184,10 @@ class InProcessMembership:
         logic: The members and the list of namespaces.
     """
 
-    def __init__(self, *, member_timeout_s: float, hot_nbytes_per_s: float = HOT_NBYTES_PER_S) -> None:
-        self.logic = Membership(member_timeout_s=member_timeout_s, hot_nbytes_per_s=hot_nbytes_per_s)
+    def __init__(
+        self, *, member_timeout_s: float, hot_nbytes_per_s: float = HOT_NBYTES_PER_S, keyring: Keyring | None = None
+    ) -> None:
+        self.logic = Membership(member_timeout_s=member_timeout_s, hot_nbytes_per_s=hot_nbytes_per_s, keyring=keyring)
         self._lock = threading.Lock()
 
     def beat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
@@ -157,6 +202,12 @@ class InProcessMembership:
     def leave(self, node_id: NodeId) -> None:
         with self._lock:
             self.logic.leave(node_id)
+
+    def rotate(self) -> Stage:
+        """Do the next step of a rotation of the secret: see `Membership.rotate`. Returns the stage."""
+        self.expire()
+        with self._lock:
+            return self.logic.rotate(secrets.token_bytes(SECRET_NBYTES)).stage
 
     def expire(self) -> None:
         """Remove members that have sent no heartbeat within the timeout."""

@@ -33,6 +33,7 @@ from raykv.node.handlers.admin import AdminHandler
 from raykv.node.handlers.locate import LocateHandler
 from raykv.node.handlers.read import ReadHandler
 from raykv.node.handlers.write import WriteHandler
+from raykv.node.key_store import KeyStore, keyring_path
 from raykv.node.location_index import LocationIndex
 from raykv.node.namespace_reconciler import NamespaceReconciler, registry_paths
 from raykv.node.reclaimer import Reclaimer
@@ -75,6 +76,11 @@ class Node:
     def __init__(self, config: NodeConfig, *, secret: bytes, membership: MembershipPort) -> None:
         """Create the node's memory, or map the memory of the node's previous process. `start` opens the sockets.
 
+        Args:
+            config: The node's configuration.
+            secret: The secret that the cluster began with: see `KeyStore`.
+            membership: The directory.
+
         Raises:
             ConfigError: There is no room for the memory, a path is too long for a Unix socket, or a file for TLS is
                 missing or wrong.
@@ -90,7 +96,8 @@ class Node:
 
             tls = Tls(config.tls)
         self.config, self._tls = config, tls
-        self._secret, self._membership = secret, membership
+        self._keys = KeyStore(secret, keyring_path(config.file_prefix))
+        self._membership = membership
         self.failure: BaseException | None = None
         self.lock, self._stopping = threading.Lock(), threading.Event()
         changed, due = threading.Event(), threading.Event()
@@ -99,7 +106,7 @@ class Node:
         mover = self.mover = open_tiers(config, store, self.lock, changed=self._wake_all)
         self.reconciler = NamespaceReconciler(store, self.lock, mover, registry_paths(config), self._wake_all)
         self._saved_view = SavedView(config.file_prefix)
-        self._pool = ConnectionPool(secret, breaker_s=config.heartbeat_s, max_idle=2, tls=tls)
+        self._pool = ConnectionPool(self._keys.keyring.current, breaker_s=config.heartbeat_s, max_idle=2, tls=tls)
         self.location_index = index = LocationIndex()
         announcer = self._announcer = Announcer(config, store, self.lock, mover, index, self._pool, changed)
         self.replicas = Replicas(config, store, self.lock, self._pool, lambda: self.view)
@@ -139,11 +146,12 @@ class Node:
             server = SocketServer(
                 self,
                 address,
-                self._secret,
+                self._keys.keyring.current,
                 io_timeout_s=config.io_timeout_s,
                 max_connections=config.max_connections,
                 tls=self._tls,
             )
+            server.accept_secrets(self._keys.keyring.accepted)
             self._servers.append(server)
             endpoints[name] = server.address
         self.member = Member(
@@ -228,19 +236,26 @@ class Node:
             self.failure = error
 
     def _beat(self) -> None:
-        """Send a heartbeat to the directory. Apply the view and the list of namespaces in the answer, if any."""
-        view, registry = self.view, self.reconciler.registry
+        """Send a heartbeat to the directory. Apply the secrets, the view and the list of namespaces in the answer."""
+        view, registry, keyring = self.view, self.reconciler.registry, self._keys.keyring
         heat = self.replicas.report(now_s=time.monotonic())
-        heartbeat = messages.Heartbeat(self.member, view.epoch, version=registry.version, heat=heat)
+        heartbeat = messages.Heartbeat(
+            self.member, view.epoch, version=registry.version, heat=heat, keyring_version=keyring.version
+        )
         try:
             answer = self._membership.beat(heartbeat)
-            if answer.want_view or answer.want_registry:
+            if answer.want_view or answer.want_registry or answer.want_keyring:
                 heartbeat.view = view if answer.want_view else None
                 heartbeat.registry = registry.encode() if answer.want_registry else None
+                heartbeat.keyring = keyring if answer.want_keyring else None
                 answer = self._membership.beat(heartbeat)
         except TransientError:
             self._errors["beat"] += 1
             return
+        if answer.keyring is not None and self._keys.adopt(answer.keyring):
+            self._pool.secret = answer.keyring.current
+            for server in self._servers:
+                server.accept_secrets(answer.keyring.accepted)
         if answer.view is not None and answer.view.epoch > view.epoch:
             self._announcer.adopt(answer.view)
             self._saved_view.save(answer.view)
@@ -372,7 +387,8 @@ class Node:
                 host=self.member.host,
                 table=str(self.store.table.memory.path),
                 arena=str(self.store.arena.path),
-                secret=self._secret if session.local else b"",
+                secret=self._keys.keyring.current if session.local else b"",
+                cluster=self._keys.keyring.cluster,
                 tiers=bool(self.mover),
                 tls=tls.model_dump(mode="json") if tls is not None and session.local else {},
             )

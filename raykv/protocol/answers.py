@@ -5,6 +5,7 @@ from typing import Final
 import msgspec
 
 from raykv.protocol.heat import HeatOrders
+from raykv.protocol.keyring import Keyring
 from raykv.protocol.placement import View
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
@@ -39,7 +40,8 @@ class Attached(Message):
 
     `secret`: the cluster's secret if the client is a process of the node's user on this host; otherwise empty. `tiers`:
     whether the node has tiers below memory (SSD or file), from which chunks can be promoted. `tls`: the fields of the
-    node's TlsConfig, for the same clients as `secret`; empty without TLS.
+    node's TlsConfig, for the same clients as `secret`; empty without TLS. `cluster`: identity of the cluster, see
+    `Keyring`.
     """
 
     node_id: NodeId
@@ -49,6 +51,7 @@ class Attached(Message):
     secret: bytes = b""
     tiers: bool = False
     tls: dict[str, str] = {}
+    cluster: bytes = b""
 
     def __repr__(self) -> str:
         """Show all fields, but hide the value of the secret: this text may be logged."""
@@ -165,17 +168,20 @@ class Trace(Message):
 
 
 class HeartbeatAnswer(Message):
-    """The directory's view and its list of namespaces. Each is None if the node's copy is up to date.
+    """The directory's view, list of namespaces and secrets. Each is None if the node's copy is up to date.
 
     `want_view`: the directory wants the node's view, which is newer. `want_registry`: the directory wants the node's
-    list of namespaces, which may have more entries. The node at once sends the wanted parts in another heartbeat.
-    `heat`: what the node must do with replicas; None if the heartbeat had no report.
+    list of namespaces, which may have more entries. `want_keyring`: the directory wants the node's secrets, which are
+    newer. The node at once sends the wanted parts in another heartbeat. `heat`: what the node must do with replicas;
+    None if the heartbeat had no report, or if reports of other nodes are missing.
     """
 
     view: View | None = None
     want_view: bool = False
     registry: bytes | None = None
     want_registry: bool = False
+    keyring: Keyring | None = None
+    want_keyring: bool = False
     heat: HeatOrders | None = None
 
 

@@ -33,6 +33,7 @@ from raykv.protocol.answers import Trace as Trace
 from raykv.protocol.answers import Unavailable as Unavailable
 from raykv.protocol.answers import ViewIs as ViewIs
 from raykv.protocol.heat import HeatReport
+from raykv.protocol.keyring import Keyring
 from raykv.protocol.placement import Member, MemberId, View
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
@@ -278,6 +279,7 @@ class Heartbeat(Message):
 
     `member`: the node. `epoch`: version of the node's view (its list of members). `version`: version of the node's list
     of namespaces. `view`, `registry`: this view and this list (encoded), each only if the directory has asked for it.
+    `keyring_version`: version of the secrets that the node uses. `keyring`: these secrets, if the directory has asked.
     `heat`: the load of the node's chunks.
     """
 
@@ -286,6 +288,8 @@ class Heartbeat(Message):
     view: View | None = None
     version: int = 0
     registry: bytes | None = None
+    keyring_version: int = 0
+    keyring: Keyring | None = None
     heat: HeatReport | None = None
 
 

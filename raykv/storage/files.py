@@ -108,7 +108,7 @@ def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -
 def remove_all_files(prefix: Path) -> None:
     """Remove all files that a node has in shared memory; see `NodeConfig.file_prefix`."""
     remove_files(prefix)
-    for suffix in (".sock", ".namespaces", ".namespaces.new", ".view", ".view.new"):
+    for suffix in (".sock", *(name + end for name in (".namespaces", ".view", ".keyring") for end in ("", ".new"))):
         prefix.with_name(prefix.name + suffix).unlink(missing_ok=True)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import secrets
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from raykv.errors import ConfigError, PeerUnavailable, TransientError
 from raykv.membership.membership import MembershipPort
 from raykv.membership.proxy import MembershipProxyServer
 from raykv.protocol import codec, messages
+from raykv.protocol.keyring import SECRET_NBYTES
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.storage.files import remove_unowned
 from raykv.supervisor.process import NodeReport, NodeSpec
@@ -48,6 +50,8 @@ class NodeHandle:
     def __init__(self, config: NodeConfig, *, secret: bytes, membership: MembershipPort) -> None:
         """Start the node, and wait until it serves. The node reaches the directory through a proxy in this process.
 
+        `secret` is the secret that the cluster began with. The proxy has a secret of its own, which is never rotated.
+
         Raises:
             ConfigError: The node cannot run with this config on this host. The message says why.
             PeerUnavailable: The supervisor ended, or the node did not start within START_S. Their stderr says why.
@@ -59,10 +63,11 @@ class NodeHandle:
         self._reported = threading.Condition()
         self.ended = False
         self._stopping = threading.Lock()
+        proxy_secret = secrets.token_bytes(SECRET_NBYTES)
         self._proxy = SocketServer(
             MembershipProxyServer(membership, config.node_id),
             "127.0.0.1:0",
-            secret,
+            proxy_secret,
             io_timeout_s=ANSWER_S,
             max_connections=PROXY_CONNECTIONS,
         )
@@ -82,7 +87,9 @@ class NodeHandle:
         self._listener = threading.Thread(target=self._listen, name="raykv-supervised", daemon=True)
         self._listener.start()
         try:
-            self._send(msgspec.json.encode(NodeSpec(config.model_dump(mode="json"), secret.hex(), self._proxy.address)))
+            fields = config.model_dump(mode="json")
+            spec = NodeSpec(fields, secret.hex(), self._proxy.address, proxy_secret.hex())
+            self._send(msgspec.json.encode(spec))
             with self._reported:
                 self._reported.wait_for(lambda: self.starts or self._problem or self.ended, START_S)
             if self._problem:

@@ -47,13 +47,15 @@ class NodeSpec(msgspec.Struct):
 
     Attributes:
         config: Fields of the node's NodeConfig.
-        secret: The cluster's secret, as hexadecimal text.
+        secret: The secret that the cluster began with, as hexadecimal text.
         membership: Address of the `MembershipProxyServer`.
+        proxy_secret: The secret of the `MembershipProxyServer`, as hexadecimal text.
     """
 
     config: dict[str, Any]
     secret: str
     membership: str
+    proxy_secret: str
 
 
 class NodeReport(msgspec.Struct, omit_defaults=True):
@@ -155,9 +157,10 @@ class Supervisor:
             os._exit(status)
 
     def _serve(self) -> int:
-        secret = bytes.fromhex(self._spec.secret)
+        spec = self._spec
+        membership = MembershipProxy(spec.membership, bytes.fromhex(spec.proxy_secret))
         try:
-            node = Node(self._config, secret=secret, membership=MembershipProxy(self._spec.membership, secret))
+            node = Node(self._config, secret=bytes.fromhex(spec.secret), membership=membership)
             node.start()
         except ConfigError as error:
             log.error("node %s cannot be served here: %s", self._config.node_id, error)

@@ -13,6 +13,7 @@ from raykv.config.base import parse_nbytes
 from raykv.errors import ConfigError, RayKVError
 from raykv.eviction import POLICIES
 from raykv.planner.command import add_arguments, plan_command
+from raykv.protocol.keyring import Stage
 from raykv.tools.commands import add_commands, node_address, status_lines
 
 
@@ -89,6 +90,8 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("--seconds", type=float, default=600.0, help="how long (default: 600; Ctrl-C ends it)")
     record.set_defaults(run=_record)
 
+    rotate = _add_rotate(commands)
+
     down = commands.add_parser("down", help="end all nodes and free their memory")
     down.set_defaults(run=_down)
 
@@ -102,9 +105,21 @@ def parser() -> argparse.ArgumentParser:
     add_arguments(plan)
     plan.set_defaults(here=lambda options: print(plan_command(options)))
     asking = add_commands(commands)
-    for command in (up, status, upgrade, drain, record, down, *asking):
+    for command in (up, status, upgrade, drain, record, rotate, down, *asking):
         command.add_argument("--name", default="default", help="name of the raykv cluster")
     return whole
+
+
+def _add_rotate(commands: Any) -> argparse.ArgumentParser:
+    secret = commands.add_parser("secret", help="the cluster's secret")
+    actions = secret.add_subparsers(required=True, metavar="ACTION")
+    rotate: argparse.ArgumentParser = actions.add_parser("rotate", help="replace it by a new one, without interruption")
+    rotate.add_argument(
+        "--keep-former", action="store_true", help="accept the former one too, until 'raykv secret rotate' runs again"
+    )
+    rotate.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each step (default: 60)")
+    rotate.set_defaults(run=_rotate_secret)
+    return rotate
 
 
 def _up(options: argparse.Namespace) -> str:
@@ -165,6 +180,19 @@ def _upgrade(options: argparse.Namespace) -> str:
             f"  {step['node'][:16]}  pid {step['pid_before']} -> {step['pid']} in {step['seconds']:.1f} s{chunks}"
         )
     return "\n".join([f"cluster {options.name!r} is upgraded", *lines])
+
+
+def _rotate_secret(options: argparse.Namespace) -> str:
+    from raykv.cluster import control
+
+    stages = list(control.rotate_secret(options.name, keep_former=options.keep_former, timeout_s=options.timeout))
+    if not options.keep_former:
+        return "the secret is rotated, and the former one is refused; 'raykv status --secret' shows the new one"
+    before = "" if stages else " already"
+    return (
+        f"the new secret is in use{before}, and the former one is still accepted: give clients that connect by "
+        "host:port the new one ('raykv status --secret'), then run 'raykv secret rotate'"
+    )
 
 
 def _drain(options: argparse.Namespace) -> str:
@@ -249,6 +277,8 @@ def _table(found: dict[str, Any]) -> str:
         )
         if node.get("memory_refused"):
             lines.append(f"  {'':<16}  the arena grows no further: {node['memory_refused']}")
+    if found["secret"]["stage"] != Stage.STEADY:
+        lines.append("the secret is being rotated: 'raykv secret rotate' goes on with it")
     return "\n".join([*lines, *status_lines(found["nodes"])])
 
 

@@ -25,12 +25,12 @@ from typing import Final
 
 from raykv.errors import PeerUnavailable, ProtocolError
 from raykv.protocol.codec import VERSION
+from raykv.protocol.keyring import KEY_ID_NBYTES, key_id
 from raykv.transport.seal import Seal
 from raykv.transport.stream import Stream
 
 GREETING: Final = struct.Struct("<5sH32s")
 GREETING_MAGIC: Final = b"raykv"
-KEY_ID_NBYTES: Final = 8
 PROOF_NBYTES: Final = 32
 _ACCEPTED: Final = b"\x01"
 _TLS_HANDSHAKE: Final = b"\x16\x03"
@@ -108,11 +108,6 @@ def read_greeting(raw: bytes) -> bytes:
     if version != VERSION:
         raise ProtocolError(f"the peer speaks protocol version {version}, we speak {VERSION}: upgrade the older one")
     return bytes(nonce)
-
-
-def key_id(secret: bytes) -> bytes:
-    """Return a name of a secret, from which nobody can compute the secret or a proof."""
-    return hmac.digest(secret, b"raykv key id", hashlib.sha256)[:KEY_ID_NBYTES]
 
 
 def proof(secret: bytes, role: str, client_nonce: bytes, server_nonce: bytes) -> bytes:

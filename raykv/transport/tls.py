@@ -28,6 +28,8 @@ _REMEDIES: Final = {
     "purpose": "its extendedKeyUsage must allow serverAuth and clientAuth",
 }
 """Maps a part of OpenSSL's text about a certificate to what the operator can do."""
+_REFUSALS: Final = ("certificate", "unknown ca")
+"""Parts of OpenSSL's texts for alerts by which a peer refuses our certificate."""
 
 
 class TlsChannel:
@@ -108,8 +110,9 @@ def _problem(error: OSError) -> RayKVError:
     reason = (error.reason or str(error)).replace("_", " ").lower()
     if "wrong version number" in reason:
         return ProtocolError("TLS: the peer does not speak TLS: set field 'tls' at both ends, or at none")
-    if "alert" in reason:
-        return ProtocolError(f"TLS: the peer refuses our certificate or protocol ({reason})")
+    if "alert" in reason:  # the peer has ended the connection, and says why
+        refused = any(word in reason for word in _REFUSALS)
+        return ProtocolError(f"TLS: the peer refuses our certificate ({reason})") if refused else lost(error)
     return ProtocolError(f"TLS: {reason}")
 
 

@@ -192,7 +192,7 @@ def test_a_client_joins_a_cluster_that_was_made_again():
         running.settle()
         client = running.client(SPACE, node=1)
         router = client.router
-        before, router.pool.secret = router.pool.secret, b"of the old one"
+        before, router.pool.secret, router._cluster = router.pool.secret, b"of the old one", b"old"
         router._view, router.pool.epoch, router.local.pipeline.epoch, router.writer.pipeline.epoch = (
             View(1000),
             1000,

@@ -57,9 +57,9 @@ def local_ray() -> Iterator[LocalRay]:
 
 
 @contextmanager
-def running() -> Iterator[dict[str, Any]]:
-    """Start a cluster in which every node knows every other. Stop it at the end."""
-    started = raykv.cluster.start(name="test", storage=STORAGE, separate_hosts=True)
+def running(**fields: Any) -> Iterator[dict[str, Any]]:
+    """Start a cluster in which every node knows every other. Stop it at the end. `fields`: of ClusterConfig."""
+    started = raykv.cluster.start(name="test", storage=STORAGE, separate_hosts=True, **fields)
     try:
         assert {node["epoch"] for node in started["nodes"].values()} == {started["epoch"]}
         for client in clients(started)[1]:
@@ -294,6 +294,57 @@ def test_namespaces_outlive_the_directory_and_the_nodes_and_are_dropped_everywhe
         assert here.drop_namespace() == 2
         assert "a: dropped " in command("why", "a", "--name", "test")
         assert memory_files() != set()
+
+
+def test_the_secret_is_rotated_under_load_and_outlives_the_processes(local_ray, authority, monkeypatch):
+    """With TLS, whose files all actors and clients find by the config of the cluster."""
+    monkeypatch.delenv("RAYKV_ADDRESS", raising=False)
+    tls = authority.issue("ray")
+    with running(tls=tls) as cluster:
+        _, (here, there) = clients(cluster)
+        killed = next(iter(cluster["nodes"]))
+        address = cluster["nodes"][killed]["address"]
+
+        def connect(secret: str) -> raykv.Client:
+            return raykv.connect(NAMESPACE, address=address, secret=secret, tls=tls)
+
+        def rotate(*options: str) -> None:
+            said.append(command("secret", "rotate", "--name", "test", *options))
+
+        with here, there:
+            assert here.put(["a", "b"], [b"x" * 5000] * 2, chained=False).stored == 2
+            wait_for("the owner knows it", lambda: all(there.exists(["a", "b"])))
+            said: list[str] = []
+            old, reads = list[str](), 0
+            for options, words in [(("--keep-former",), "is still accepted"), ((), "the former one is refused")] * 2:
+                old.append(raykv.cluster.control.secret("test"))
+                thread = threading.Thread(target=rotate, args=options)
+                thread.start()
+                while thread.is_alive():
+                    into = [bytearray(5000), bytearray(5000)]
+                    result = there.get(["a", "b"], into)
+                    assert (result.hits, set(result.nbytes_by_path)) == ((True, True), {"tcp"})
+                    reads += 1
+                thread.join()
+                assert words in said[-1]
+                if options:
+                    assert old[-1] != raykv.cluster.control.secret("test")
+                    assert "is being rotated" in command("status", "--name", "test")
+                    connect(old[-1]).close()
+            assert reads > 10
+            assert len({*old, raykv.cluster.control.secret("test")}) == 3
+            newest = raykv.cluster.control.secret("test")
+            assert "rotated" not in command("status", "--name", "test")
+            for pid in (cluster["directory"]["pid"], cluster["nodes"][killed]["actor_pid"]):
+                os.kill(pid, signal.SIGKILL)
+            wait_for("all are back", lambda: len(there.stats()["nodes"]) == 2 and all(there.exists(["a", "b"])))
+            wait_for("the directory knows the secret", lambda: raykv.cluster.control.secret("test") == newest)
+            wait_for("the chunks are read over TCP", lambda: all(there.get(["a", "b"], into).hits))
+            address = wait_for("both are up", lambda: raykv.cluster.status("test")["nodes"][killed].get("address"))
+            for secret in {*old} - {newest}:
+                with pytest.raises(raykv.TransientError):
+                    connect(secret)
+            wait_for("a client with the secret", lambda: connect(newest).close() is None)
 
 
 def test_stop_leaves_nothing_and_says_so_when_there_is_nothing(local_ray):

@@ -6,6 +6,7 @@ from typing import Any
 from raykv.protocol import messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.heat import CopyOrder, HeatOrders, HeatReport, HotPrefix
+from raykv.protocol.keyring import Keyring
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.protocol.trace_requests import TracedRequest
@@ -25,6 +26,7 @@ VIEW = View(3, (member("a", weight=1.5, incarnation=7), member("b", weight=0.5, 
 RUN = messages.Run(b"keys", 4096, b"rows", b"sums", b"places", False, b"parent", 9, 7, 60.0, -3)
 HEAT = HeatReport(2e9, (HotPrefix(b"h" * KEY_NBYTES, 1e9, 7, True),))
 ORDERS = HeatOrders((CopyOrder(b"h" * KEY_NBYTES, ("b", "c")),), (b"i" * KEY_NBYTES,), (b"j" * KEY_NBYTES,))
+KEYRING = Keyring(3, b"cluster", b"current", b"added", b"former")
 EXAMPLES = [
     messages.Attach(),
     messages.GetView(),
@@ -51,11 +53,11 @@ EXAMPLES = [
     messages.Report({"evicted": 3}, (0, 1), (2,)),
     messages.RecordTrace([TracedRequest(12.5, 16, b"keys")]),
     messages.FetchTrace(True),
-    messages.Heartbeat(VIEW.members[0], 3, VIEW, 5, b"{}", HEAT),
+    messages.Heartbeat(VIEW.members[0], 3, VIEW, 5, b"{}", 2, KEYRING, HEAT),
     messages.Leave("a"),
     messages.Done(),
     messages.Count(3),
-    messages.Attached("a", "h", "/t", "/a", b"secret", True, {"ca": "/c"}),
+    messages.Attached("a", "h", "/t", "/a", b"secret", True, {"ca": "/c"}, b"cluster"),
     messages.ViewIs(VIEW),
     messages.Lent(b"r", b"o"),
     messages.Committed((messages.CommittedRun(b"u", b"r", b"o", "why not"),)),
@@ -66,7 +68,7 @@ EXAMPLES = [
     messages.Histories(b"p", b"n", b"r", b"t", b"a", b"o", b"k", ("lru",), 1.5),
     messages.Configured(b"{}"),
     messages.Trace([TracedRequest(12.5, 16, b"keys")]),
-    messages.HeartbeatAnswer(VIEW, True, b"{}", True, ORDERS),
+    messages.HeartbeatAnswer(VIEW, True, b"{}", True, KEYRING, True, ORDERS),
     messages.Unavailable("away"),
     messages.Stats(b"{}"),
     messages.Failure("UsageError", "no"),

@@ -12,8 +12,9 @@ import raykv
 from raykv.errors import ProtocolError, RayKVError, TransientError
 from raykv.memory.copying import checksum_of
 from raykv.protocol import codec, messages
+from raykv.protocol.keyring import KEY_ID_NBYTES
 from raykv.transport.bulk_write import hashed
-from raykv.transport.handshake import GREETING, KEY_ID_NBYTES, PROOF_NBYTES
+from raykv.transport.handshake import GREETING, PROOF_NBYTES
 from raykv.transport.link import Link
 from raykv.transport.seal import TAG_NBYTES, Seal
 from tests.support.nodes import Peer, keys_of, running_node, wait_until

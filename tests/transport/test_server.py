@@ -11,6 +11,7 @@ import pytest
 
 from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, RayKVError, TransientError
 from raykv.protocol import codec, messages
+from raykv.protocol.keyring import key_id
 from raykv.transport import handshake, server
 from raykv.transport.addresses import parse_address
 from raykv.transport.link import Link
@@ -321,7 +322,7 @@ def refused_once(served: SocketServer, caplog, text: str) -> bool:
 
 
 def hello_of(secret: bytes) -> bytes:
-    return handshake.greeting(NONCE) + handshake.key_id(secret)
+    return handshake.greeting(NONCE) + key_id(secret)
 
 
 def begin(served: SocketServer, secret: bytes) -> tuple[Stream, bytes, bytes]:
@@ -419,6 +420,88 @@ def test_an_oversized_frame(served, caplog):
     assert serves(served)
 
 
+# -- several secrets --------------------------------------------------------------------------------------------------
+
+NEW = b"n" * 31 + b"w"
+
+
+def link_with(served: SocketServer, secret: bytes) -> Link:
+    return Link.connect(served.address, secret, deadline_s=soon(), tls=served._tls)
+
+
+@over_tcp
+def test_a_server_accepts_all_its_secrets_and_no_other(served):
+    for accepted in [(SECRET,), (NEW, SECRET), (SECRET, NEW), (NEW,)]:
+        served.accept_secrets(accepted)
+        for secret in (SECRET, NEW, b"wrong", b""):
+            if secret in accepted:
+                with contextlib.closing(link_with(served, secret)) as link:
+                    assert link.call(messages.GetView(), deadline_s=soon()) == messages.Stats(b"GetView")
+            else:
+                with pytest.raises(handshake.WrongSecret):
+                    link_with(served, secret)
+
+
+@over_tcp
+def test_connections_end_with_the_secret_that_they_use(served, service):
+    """A request that has arrived is answered first. Connections with another secret go on."""
+    served.accept_secrets((NEW, SECRET))
+    links = {secret: [link_with(served, secret) for _ in range(2)] for secret in (SECRET, NEW)}
+    for link in (*links[SECRET], *links[NEW]):
+        link.call(messages.GetView(), deadline_s=soon())
+    idle, busy = links[SECRET]
+    service.hold.clear()
+    for _ in range(2):
+        busy.post(messages.GetStats(), deadline_s=soon())
+    wait_until(lambda: served._connections)
+    served.accept_secrets((NEW,))
+    assert is_closed(idle._stream.socket)
+    service.hold.set()
+    assert busy.collect(deadline_s=soon()) == messages.Stats(b"GetStats")
+    assert busy.collect(deadline_s=soon()) == messages.Stats(b"GetStats")
+    with pytest.raises(PeerUnavailable):
+        busy.call(messages.GetStats(), deadline_s=soon())
+    for link in links[NEW]:
+        assert link.call(messages.GetView(), deadline_s=soon()) == messages.Stats(b"GetView")
+    wait_until(lambda: len(served._connections) == len(served._secrets) == 2)
+    for link in (idle, busy, *links[NEW]):
+        link.close()
+
+
+@over_tcp
+def test_a_secret_that_is_dropped_during_the_handshake_is_refused(served):
+    stream, theirs, _ = begin(served, SECRET)
+    with stream.socket:
+        served.accept_secrets((NEW,))
+        stream.send(handshake.proof(SECRET, "asking", NONCE, theirs), soon())
+        assert is_closed(stream.socket)
+    wait_until(lambda: served.refused == 1)
+
+
+@over_tcp
+def test_a_changed_key_id_leads_to_no_other_secret(served):
+    """Somebody between the ends cannot make them use the former secret: the client accepts proofs by its own only."""
+    served.accept_secrets((NEW, SECRET))
+    stream = stream_on(raw_socket(served.address, served._tls))
+    with stream.socket:
+        stream.send(handshake.greeting(NONCE) + key_id(SECRET), soon())  # the client has sent key_id(NEW)
+        theirs = handshake.read_greeting(stream.exactly(handshake.GREETING.size, soon()))
+        proof = stream.exactly(handshake.PROOF_NBYTES, soon())
+        assert proof == handshake.proof(SECRET, "answering", NONCE, theirs)
+        assert proof != handshake.proof(NEW, "answering", NONCE, theirs)  # what the client requires
+        stream.send(handshake.proof(NEW, "asking", NONCE, theirs), soon())
+        assert is_closed(stream.socket)
+    wait_until(lambda: served.refused == 1)
+
+
+def test_a_unix_socket_has_no_secrets(service):
+    made = SocketServer(service, f"unix:@raykv-{time.monotonic_ns()}", SECRET, io_timeout_s=1.0, max_connections=8)
+    made.serve()
+    made.accept_secrets((NEW,))
+    assert serves(made)
+    made.close()
+
+
 def test_a_server_of_another_version_says_so():
     asking, answering = socket.socketpair()
     with asking, answering:
@@ -451,7 +534,7 @@ def test_a_handshake_of_random_bytes(served, rng: random.Random):
     """Wrong bytes in any step of the handshake do not stop the server."""
     for _ in range(50):
         with raw_socket(served.address, served._tls) as stream, contextlib.suppress(OSError, RayKVError):
-            hello = bytearray(handshake.greeting(rng.randbytes(32)) + handshake.key_id(SECRET))
+            hello = bytearray(handshake.greeting(rng.randbytes(32)) + key_id(SECRET))
             if rng.random() < 0.5:
                 hello[rng.randrange(len(hello))] ^= rng.randrange(1, 256)
             stream.sendall(hello + rng.randbytes(rng.choice([0, 5, 32, 64])))
