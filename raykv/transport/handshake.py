@@ -20,6 +20,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -52,7 +53,13 @@ def greet_server(stream: Stream, secret: bytes, deadline_s: float) -> None:
     stream.secure(deadline_s)
     nonce = secrets.token_bytes(32)
     stream.send(greeting(nonce) + key_id(secret), deadline_s)
-    theirs = read_greeting(stream.exactly(GREETING.size, deadline_s))
+    try:
+        hello = stream.exactly(GREETING.size, deadline_s)
+    except PeerUnavailable as error:
+        if stream.plain_tcp and time.monotonic() < deadline_s:
+            raise PeerUnavailable(f"{error}; perhaps the peer requires TLS, and field 'tls' is not set here") from error
+        raise
+    theirs = read_greeting(hello)
     if not hmac.compare_digest(stream.exactly(PROOF_NBYTES, deadline_s), proof(secret, "answering", nonce, theirs)):
         raise WrongSecret("the peer does not know this cluster's secret: it belongs to another cluster")
     stream.send(proof(secret, "asking", nonce, theirs), deadline_s)
@@ -101,7 +108,7 @@ def greeting(nonce: bytes) -> bytes:
 def read_greeting(raw: bytes) -> bytes:
     """Return the nonce in the peer's greeting. Raises ProtocolError if the peer speaks another protocol or version."""
     magic, version, nonce = GREETING.unpack(raw)
-    if raw[:2] == _TLS_HANDSHAKE:
+    if magic.startswith(_TLS_HANDSHAKE):
         raise ProtocolError("the peer speaks TLS: set field 'tls' at both ends, or at none")
     if magic != GREETING_MAGIC:
         raise ProtocolError(f"the peer does not speak raykv (it begins with {magic!r})")

@@ -53,6 +53,11 @@ class Stream:
         """Let each system call wait for at most `tick_s` seconds. A method may overrun its deadline by this long."""
         self._channel.set_tick(tick_s)
 
+    @property
+    def plain_tcp(self) -> bool:
+        """Whether this is a TCP connection without TLS."""
+        return isinstance(self._channel, PlainChannel) and self.socket.family != socket.AF_UNIX
+
     def secure(self, deadline_s: float) -> None:
         """Do the TLS handshake if the connection has TLS. Raises ProtocolError if the peer's certificate is refused."""
         while not self._channel.begin():

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from raykv.config import TlsConfig
-from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, TransientError
+from raykv.errors import ConfigError, PeerUnavailable, ProtocolError
 from raykv.memory.copying import checksum_of
 from raykv.protocol import messages
 from raykv.transport.link import Link
@@ -111,7 +111,7 @@ def test_older_versions_of_tls_are_refused(tls):
 
 def test_one_end_without_tls_says_what_to_set(tls, caplog):
     with serving(tls) as server:
-        with pytest.raises(TransientError):
+        with pytest.raises(PeerUnavailable, match="perhaps the peer requires TLS, and field 'tls' is not set here"):
             ask(server, None)
         wait_until(lambda: server.refused == 1)
         assert "does not speak TLS: set field 'tls' at both ends" in caplog.text
