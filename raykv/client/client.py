@@ -19,7 +19,7 @@ from raykv.client.admin import AdminCalls, report
 from raykv.client.arguments import Keys, buffers, depth_of, flag, instance, integer_in, one_key, parent_key
 from raykv.client.fetcher import Fetcher
 from raykv.client.leases import Pins, Reservation
-from raykv.client.puts import Put, PutOptions, batches_of, put_remote
+from raykv.client.puts import Put, PutOptions, batches_of, put_spread
 from raykv.client.root_copies import COPY_HINTS, COPY_S, RootCopies
 from raykv.client.router import Router
 from raykv.client.slot_pool import LentBatch
@@ -234,9 +234,11 @@ class Client(AdminCalls):
 
     def _copy_root(self, progress: ReadProgress, content: Sequence[memoryview], deadline_s: float) -> None:
         """Store the first chunk of a `get` in this host's memory if it was often read from other hosts."""
-        writer, nbytes = self.router.writer, progress.sizes[0]
+        local, writer, nbytes = self.router.local, self.router.writer, progress.sizes[0]
         remote = any(path != "shm" for path in progress.result().nbytes_by_path)
-        if writer is None or not remote or not self._root_copies.count(progress.raw_key(0), now_s=time.monotonic()):
+        if local is None or writer is None or not remote or local.is_spread(self._group):
+            return
+        if not self._root_copies.count(progress.raw_key(0), now_s=time.monotonic()):
             return
         batch = Batch(progress.keys[:1], nbytes, chained=True, hints=COPY_HINTS)
         writer.put(self._group, [(batch, [content])], wait=True, deadline_s=min(deadline_s, time.monotonic() + COPY_S))
@@ -313,14 +315,16 @@ class Client(AdminCalls):
         timeout_s: float | None = None,
         **options: Unpack[PutOptions],
     ) -> PutResult:
-        """Store chunks on this host's node. If this host has no node, store the chunks on other nodes.
+        """Store chunks on this host's node.
+
+        If this host has no node, or the namespace is spread, consecutive chunks of equal size go to the owner of the
+        first of their keys.
 
         Args:
             values: For each key a contiguous buffer, or several buffers that are joined in order.
             wait: True: wait until all readers on this host see the chunks. Readers on other hosts find a chunk shortly
                 afterwards, when its owner is informed. False: wait only until the bytes are in the arena. This client
-                can read the chunks at once, and a later `flush` returns the results. Without a node on this host, every
-                put waits.
+                can read the chunks at once, and a later `flush` returns the results. Writes to other nodes always wait.
             timeout_s: Chunks for which the node lends no slot within this time are skipped.
             options: `parent`, `depth`, `chained`, `ttl_s`, `priority`: see `Put`. If a chunk is stored already, its
                 expiry and priority stay unchanged; use `hint` to change them.
@@ -342,11 +346,11 @@ class Client(AdminCalls):
         for put in instance("puts", puts, (list, tuple), "give a list of raykv.Put"):
             instance("puts", put, Put, "give a list of raykv.Put")
             batches += batches_of(put, self._as_keys(put.keys))
-        if self.router.writer is not None:
-            result = self.router.writer.put(self._group, batches, wait=wait, deadline_s=deadline_s)
+        local, writer = self.router.local, self.router.writer
+        if local is None or writer is None or local.is_spread(self._group):
+            result = put_spread(self.router, self._group, batches, wait=wait, deadline_s=deadline_s)
         else:
-            stored = (put_remote(self.router, self._group, *each, deadline_s) for each in batches)
-            result = sum(stored, PutResult())
+            result = writer.put(self._group, batches, wait=wait, deadline_s=deadline_s)
         self._metrics.puts.add_time(time.monotonic() - began_s)
         return result
 

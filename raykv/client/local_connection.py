@@ -9,6 +9,7 @@ import time
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from raykv.client.pipeline import Finish, Outcome, Pipeline, Posted
 from raykv.errors import PeerUnavailable, RayKVError
@@ -16,6 +17,7 @@ from raykv.memory.reader import ShmReader
 from raykv.protocol import messages
 from raykv.protocol.chunk_keys import KEY_NBYTES, to_bytes
 from raykv.protocol.codec import array, expect
+from raykv.protocol.namespace import Namespace
 from raykv.transport.forking import drop_after_fork
 from raykv.transport.link import Link
 from raykv.types import KeyArray
@@ -117,6 +119,15 @@ class LocalConnection:
             RayKVError: The node refused the request.
         """
         return _answer_of(self._ask(request, deadline_s=deadline_s, life=life))
+
+    def is_spread(self, group: Namespace) -> bool:
+        """Whether the chunks of a quota group are spread over the nodes. Reads this host's table, without a call."""
+        table = self.reader.table
+        numbers = np.flatnonzero(table.spread).tolist()
+        if not numbers:
+            return False
+        text = group.model_dump_json(exclude_defaults=True).encode()
+        return any(bytes(table.namespaces["text"][number]) == text for number in numbers)
 
     def pin(self, keys: KeyArray, *, group: bytes, deadline_s: float) -> tuple[messages.Held, int, ShmReader]:
         """Pin chunks in this host's memory. Returns the answer, the connection's number, and a reader of the memory.

@@ -1,4 +1,4 @@
-"""Turns puts into batches, and stores batches on a remote node if this host has no node."""
+"""Turns puts into batches, and stores batches on remote nodes: if this host has no node, or a namespace is spread."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from raykv.errors import CapacityError, LostError, TransientError
 from raykv.protocol.namespace import Namespace
 from raykv.transport.bulk_write import BulkWrite
 from raykv.transport.link import Link
-from raykv.types import Batch, KeyArray, PutResult, Scattered
+from raykv.types import Batch, KeyArray, NodeId, PutResult, Scattered
 
 
 class PutOptions(TypedDict, total=False):
@@ -66,6 +66,24 @@ def batches_of(put: Put, keys: KeyArray) -> Iterator[tuple[Batch, Values]]:
         start = stop
 
 
+def put_spread(
+    router: Router, group: Namespace, batches: Sequence[tuple[Batch, Values]], *, wait: bool, deadline_s: float
+) -> PutResult:
+    """Store each batch on the owner of its first key. Batches of this host's node are stored in its memory.
+
+    Writes to other nodes are awaited. Arguments, result and errors as for `Writer.put`.
+    """
+    writer, result, near = router.writer, PutResult(), list[tuple[Batch, Values]]()
+    for batch, values in batches:
+        if writer is not None and _owner(router, batch, deadline_s) in (router.local_id, None):
+            near.append((batch, values))
+        else:
+            result += put_remote(router, group, batch, values, deadline_s)
+    if writer is not None and near:
+        result += writer.put(group, near, wait=wait, deadline_s=deadline_s)
+    return result
+
+
 def put_remote(router: Router, group: Namespace, batch: Batch, values: Values, deadline_s: float) -> PutResult:
     """Store a batch on the owner of its first key, so that all chunks of the batch are on one node.
 
@@ -74,13 +92,19 @@ def put_remote(router: Router, group: Namespace, batch: Batch, values: Values, d
     """
     write = _RemoteWrite(group, batch, values, deadline_s)
     try:
-        ring = router.view(deadline_s).ring
-        if not ring.nodes:
+        name = _owner(router, batch, deadline_s)
+        if name is None:
             return PutResult(skipped=len(batch.keys), reason="the cluster has no nodes")
-        owner = router.member(ring.nodes[ring.owners(batch.keys[:1])[0]], deadline_s)
+        owner = router.member(name, deadline_s)
         return router.pool.ask(owner.address, write.send, deadline_s=deadline_s)
     except (TransientError, CapacityError, LostError) as error:
         return PutResult(skipped=len(batch.keys), reason=str(error))
+
+
+def _owner(router: Router, batch: Batch, deadline_s: float) -> NodeId | None:
+    """Return the owner of a batch's first key; None if the cluster has no nodes."""
+    ring = router.view(deadline_s).ring
+    return ring.nodes[ring.owners(batch.keys[:1])[0]] if ring.nodes else None
 
 
 class _RemoteWrite:

@@ -24,7 +24,7 @@ MAX_OTHER_KEYS: Final = 1 << 18
 """One call of `Client.why` derives at most this many keys under other namespaces."""
 
 WhyReason: TypeAlias = Literal[
-    "here", "never_stored", "evicted", "expired", "deleted", "dropped", "corrupt", "demoted",
+    "here", "never_stored", "evicted", "expired", "deleted", "dropped", "corrupt", "demoted", "moved",
     "timed_out", "no_answer", "other_namespace", "not_asked_in_time",
 ]  # fmt: skip
 

@@ -183,6 +183,8 @@ class NamespaceConfig(Model):
             replaces chunks of the same namespace. None means no limit.
         ssd_quota_nbytes: Limit for the bytes of the chunks on one node's SSDs. None means no limit.
         priority: Default priority of chunks, from -100 to 100. Chunks with a higher priority are evicted later.
+        placement: Which node's memory gets the chunks of a put. "local": the node on the writer's host. "spread": the
+            owner of the put's first key. As the owners of keys change, the chunks move to the new owners.
     """
 
     policy: PolicyName | None = None
@@ -191,3 +193,4 @@ class NamespaceConfig(Model):
     dram_quota_nbytes: Annotated[Nbytes, Field(gt=0, lt=1 << 63)] | None = None
     ssd_quota_nbytes: Annotated[Nbytes, Field(gt=0, lt=1 << 63)] | None = None
     priority: Annotated[int, Field(ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)] = 0
+    placement: Literal["local", "spread"] = "local"

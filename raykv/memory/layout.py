@@ -56,6 +56,8 @@ HEADER: Final = np.dtype(
 `dirty` 1, the last owner did not finish a change. While `recording` is 1, clients must report their lookups to the node
 (`client.trace_recorder`)."""
 NAMESPACE: Final = np.dtype([("capacity", "<u8"), ("text", f"S{NAMESPACE_TEXT_NBYTES}")])
+SPREAD_OFFSET: Final = 2048
+"""Where the header's page has one byte for each namespace: 1 if its config says placement "spread", else 0."""
 TEXT_OFFSET: Final = NAMESPACE.itemsize - NAMESPACE_TEXT_NBYTES
 RECORD: Final = np.dtype(
     [

@@ -26,6 +26,7 @@ from raykv.memory.layout import (
     NAMESPACE,
     RECORD,
     ROWS_AT_START,
+    SPREAD_OFFSET,
     TEXT_OFFSET,
     TICKS_PER_S,
     Cells,
@@ -47,6 +48,7 @@ class Table(HashIndex):
     Attributes:
         header: The header; see `layout.HEADER`.
         own_header: The writer's copy of the header in private memory, for `restore_header`.
+        spread: For each group number, 1 if the group's chunks are spread over the nodes (`NamespaceConfig.placement`).
         namespaces: Array of NAMESPACE, indexed by group number. `text` is the group as JSON; it is empty if no group
             has the number.
         extent_slots: The slot size of each extent of the arena, in bytes. In a free extent that has real memory, it is
@@ -77,6 +79,7 @@ class Table(HashIndex):
             raise LostError(f"{memory.path} is cut short or damaged")
         view = memory.view
         self._layout = layout
+        self.spread = np.frombuffer(view, np.uint8, MAX_NAMESPACES, SPREAD_OFFSET)
         self.namespaces = np.frombuffer(view, NAMESPACE, MAX_NAMESPACES, layout.namespaces)
         self._text_begins: npt.NDArray[np.uint8] = np.ndarray(
             MAX_NAMESPACES, np.uint8, view, layout.namespaces + TEXT_OFFSET, (NAMESPACE.itemsize,)

@@ -108,7 +108,8 @@ class Drain:
         Returns the keys of chunks that are not in memory any more.
         """
         sender, arena = self._sender, self._store.arena.view
-        window, pinned = pin_window(self._store, self._lock, keys)
+        with self._lock:
+            window, pinned = pin_window(self._store, keys)
         here, unsent = pinned.rows >= 0, np.zeros(len(window.keys), np.bool_)
         offsets = pinned.offsets[here]
         try:

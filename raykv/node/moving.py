@@ -93,6 +93,27 @@ class Window(NamedTuple):
     hints: list[Hints]
 
 
+def pin_window(store: Store, keys: KeyArray) -> tuple[Window, Pinned]:
+    """Pin chunks in memory. The caller holds the lock.
+
+    Returns a window of the chunks that are in memory, whose numbers are their rows.
+    """
+    table, columns, now_s = store.table, store.table.columns, time.monotonic()
+    pinned = store.pin(keys, now_s=now_s, touch=False)
+    here = pinned.rows >= 0
+    rows = pinned.rows[here]
+    parents = live_parents(columns, rows)
+    expires = columns.expires[rows].tolist()
+    priorities = store.row_hints.priorities(rows)
+    hints = [
+        Hints(max(0.001, table.seconds(tick) - now_s) if tick else 0.0, priority)
+        for tick, priority in zip(expires, priorities, strict=True)
+    ]
+    parent_keys = table.keys_of(np.maximum(parents, 0))
+    groups, depths = columns.group[rows].copy(), columns.depth[rows].copy()
+    return Window(keys[here], rows, pinned.nbytes[here], groups, parents, parent_keys, depths, hints), pinned
+
+
 class ChunkSender:
     """Sends runs of chunks to other nodes, and counts what becomes of them in `progress`. One thread uses it."""
 
@@ -149,26 +170,48 @@ class ChunkSender:
         owned: bool,
     ) -> int:
         """Send a run to one node, in several steps if the node takes only a part at once. Return how many it took."""
-        progress, nbytes, taken = self.progress, int(window.nbytes[places[0]]), 0
-        group = self._group(int(window.groups[places[0]]))
+        nbytes, taken = int(window.nbytes[places[0]]), 0
         while taken < len(places):
-            some = places[taken:]
-            write = BulkWrite(
-                group, batch_of(window, some), [[value] for value in values[taken:]], evict=False, below=below
-            )
-            deadline_s = time.monotonic() + WRITE_S
-            stored = self._pool.ask(member.address, _sender(write, deadline_s), deadline_s=deadline_s)
-            progress.moved += stored
-            progress.moved_nbytes += nbytes * stored
+            write, stored = self._write(member, window, places[taken:], values[taken:], below=below)
             self._rooms.take(member.node_id, nbytes * stored, below=below, owned=owned)
             if lost := len(write.positions) - stored:
-                progress.leave(lost, nbytes, f"damaged here, or not stored by {member.node_id}")
-            done = len(some) if not write.full else write.positions[-1] + 1 if write.positions else 0
-            progress.elsewhere += done - len(write.positions)
+                self.progress.leave(lost, nbytes, f"damaged here, or not stored by {member.node_id}")
+            done = _end_of(write, len(places) - taken)
+            self.progress.elsewhere += done - len(write.positions)
             taken += done
             if not done:
                 break
         return taken
+
+    def hand_over(self, member: Member, window: Window, places: list[int], values: Sequence[memoryview]) -> list[int]:
+        """Send a run to one node. Returns the places whose chunks the node has in memory now, as it has confirmed.
+
+        Raises:
+            RayKVError: The node does not answer, or refuses. Nothing is confirmed.
+        """
+        self._paced_s = max(self._paced_s, time.monotonic())
+        held, taken = list[int](), 0
+        while taken < len(places):
+            write, stored = self._write(member, window, places[taken:], values[taken:])
+            done = _end_of(write, len(places) - taken)
+            unsure = set() if stored == len(write.positions) else set(write.positions)
+            held += [places[taken + position] for position in range(done) if position not in unsure]
+            taken += done
+            if not done:
+                break
+        return held
+
+    def _write(
+        self, member: Member, window: Window, places: list[int], values: Sequence[memoryview], *, below: bool = False
+    ) -> tuple[BulkWrite, int]:
+        """Send a run to one node once. Return the Write with its outcome, and how many chunks the node has stored."""
+        group = self._group(int(window.groups[places[0]]))
+        write = BulkWrite(group, batch_of(window, places), [[value] for value in values], evict=False, below=below)
+        deadline_s = time.monotonic() + WRITE_S
+        stored = self._pool.ask(member.address, _sender(write, deadline_s), deadline_s=deadline_s)
+        self.progress.moved += stored
+        self.progress.moved_nbytes += int(window.nbytes[places[0]]) * stored
+        return write, stored
 
     def _targets(self, key: KeyArray, nbytes: int, *, below: bool) -> Iterator[tuple[Member, bool]]:
         """Yield nodes with room for `nbytes` more bytes, and whether the node owns `key`. The owner is the first."""
@@ -223,24 +266,11 @@ class ChunkSender:
         return found
 
 
-def pin_window(store: Store, lock: threading.Lock, keys: KeyArray) -> tuple[Window, Pinned]:
-    """Pin chunks. Return a window of those that are in memory. Its numbers are the rows, which the caller unpins."""
-    table, columns = store.table, store.table.columns
-    with lock:
-        now_s = time.monotonic()
-        pinned = store.pin(keys, now_s=now_s, touch=False)
-        here = pinned.rows >= 0
-        rows = pinned.rows[here]
-        parents = live_parents(columns, rows)
-        expires = columns.expires[rows].tolist()
-        priorities = store.row_hints.priorities(rows)
-        hints = [
-            Hints(max(0.001, table.seconds(tick) - now_s) if tick else 0.0, priority)
-            for tick, priority in zip(expires, priorities, strict=True)
-        ]
-        parent_keys = table.keys_of(np.maximum(parents, 0))
-        groups, depths = columns.group[rows].copy(), columns.depth[rows].copy()
-    return Window(keys[here], rows, pinned.nbytes[here], groups, parents, parent_keys, depths, hints), pinned
+def _end_of(write: BulkWrite, count: int) -> int:
+    """Return how many of `count` chunks need not be sent again: a full node takes the first ones."""
+    if not write.full:
+        return count
+    return write.positions[-1] + 1 if write.positions else 0
 
 
 def batch_of(window: Window, places: Sequence[int]) -> Batch:

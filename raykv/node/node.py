@@ -40,6 +40,7 @@ from raykv.node.reclaimer import Reclaimer
 from raykv.node.replicas import Replicas
 from raykv.node.saved_view import SavedView
 from raykv.node.sessions import HandlerTable, NodeSession
+from raykv.node.spreading import Spreader
 from raykv.protocol import codec, messages
 from raykv.protocol.placement import Member, View
 from raykv.storage.files import remove_all_files
@@ -112,6 +113,9 @@ class Node:
         self.replicas = Replicas(config, store, self.lock, self._pool, lambda: self.view)
         self.drain = Drain(config, store, self.lock, mover, self._pool, lambda: self.view, self.replicas.copied_keys)
         self._reclaimer = Reclaimer(config, store, self.lock, mover, announcer, due, self.drain.started)
+        self._spreader = Spreader(
+            config, store, self.lock, self._pool, lambda: self.view, announcer.wake, self.drain.started
+        )
         self.handlers: HandlerTable = {
             messages.Attach: self._attach,
             messages.Drain: self._start_drain,
@@ -171,6 +175,7 @@ class Node:
             "announcer-slow": partial(self._announcer.run_slow, self._stopping),
             "reclaimer": partial(self._reclaimer.run, self._stopping),
             "replicas": partial(self.replicas.run, self._stopping),
+            "spreader": partial(self._spreader.run, self._stopping),
         }.items():
             thread = threading.Thread(target=self._run_task, args=(task,), name=f"raykv-{name}", daemon=True)
             thread.start()
@@ -326,6 +331,7 @@ class Node:
                 "namespaces": namespaces,
                 "drain": self.drain.stats(),
                 "heat": heat,
+                "spread": self._spreader.stats(),
             }
 
     # -- methods for the socket servers -----------------------------------------------------------------------------

@@ -163,7 +163,8 @@ class Replicas:
         keys = self._prefixes.begin_copy(head, now_s=time.monotonic())
         if keys is None:
             return
-        window, pinned = pin_window(self._store, self._lock, keys)
+        with self._lock:
+            window, pinned = pin_window(self._store, keys)
         offsets = pinned.offsets[pinned.rows >= 0]
         try:
             for places in runs_of(window, np.ones(len(window.keys), np.bool_)):

@@ -14,6 +14,7 @@ class Reason(_Word):
     """Why a chunk left memory or a lower tier.
 
     NONE: no departure is known. DROPPED: the quota group was dropped. RETIRED: a replica that was not needed any more.
+    MOVED: its owner has the chunk now, because the namespace is spread.
     """
 
     NONE = 0
@@ -24,6 +25,7 @@ class Reason(_Word):
     CORRUPT = 5
     DEMOTED = 6
     RETIRED = 7
+    MOVED = 8
 
 
 class Place(_Word):

@@ -47,6 +47,7 @@ class Counters:
     refused_full: int = 0
     corrupt: int = 0
     retired: int = 0
+    moved: int = 0
 
 
 class Evictor:

@@ -57,7 +57,7 @@ class QuotaGroups:
         number = int(free[0]) if free.size else self._reclaim()
         if number < 0:
             raise CapacityError(f"all {MAX_NAMESPACES} namespaces of this node are in use; drop one")
-        self._namespaces["capacity"][number] = 0
+        self._namespaces["capacity"][number] = self._table.spread[number] = 0
         self._namespaces["text"][number] = text
         self._numbers[group.digest] = number
         return number

@@ -361,6 +361,7 @@ class Store:
             ConfigError: The node does not know or not allow the policy. All other settings have been applied.
         """
         self.table.namespaces["capacity"][group] = config.dram_quota_nbytes or 0
+        self.table.spread[group] = config.placement == "spread"
         self.row_hints.configure(group, config)
         self.evictor.over_quota.add(group)
         if self.evictor.policies.own(group) != config.policy:

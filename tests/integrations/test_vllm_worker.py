@@ -148,6 +148,24 @@ def test_what_is_saved_here_is_loaded_there(cluster: raykv.EmbeddedCluster, benc
     assert there.counted("loaded_tokens") == {f"node-0|{'tcp' if node else 'shm'}": 24}
 
 
+def test_chunks_of_a_spread_namespace_are_stored_at_their_owners(cluster: raykv.EmbeddedCluster, benches: list[Bench]):
+    client = cluster.client(NAMESPACE)
+    client.configure(placement="spread")
+    wait_until(lambda: all(node.store.table.spread.any() for node in cluster.nodes))
+    keys, ring = client.keys(NAMES), cluster.nodes[0].view.ring
+    bench = Bench(lambda: cluster.client(NAMESPACE, node=0))
+    benches.append(bench)
+    for place in range(6):  # each is a run of its own
+        assert bench.save(place, place + 1) == ""
+    for place in range(6):
+        owner = cluster.nodes[ring.owners(keys[place : place + 1])[0]]
+        holders = [node for node in cluster.nodes if node.store.table.find(keys[place : place + 1])[0] >= 0]
+        assert holders == [owner]
+    cluster.settle()
+    assert bench.load() == {"r"}
+    assert bench.arrived() == list(range(6))
+
+
 @pytest.mark.parametrize("kind", [Layout, DeviceLayout])
 def test_a_worker_stores_and_loads_for_several_ranks(cluster: raykv.EmbeddedCluster, benches: list[Bench], kind: Any):
     benches += [Bench(lambda: cluster.client(NAMESPACE), kind, ranks=4, publishes=True) for _ in range(2)]

@@ -35,12 +35,13 @@ def test_fields_change_one_by_one():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"ttl": 1}, "unknown field 'ttl'; NamespaceConfig has: dram_quota_nbytes, policy"),
+        ({"ttl": 1}, "unknown field 'ttl'; NamespaceConfig has: dram_quota_nbytes, placement, policy"),
         ({"ttl_s": 0}, "ttl_s"),
         ({"policy": "sieve"}, "field 'policy': .*there are: leaf_lru"),
         ({"tiers": "tape"}, "tiers"),
         ({"dram_quota_nbytes": "5 GB"}, "5 GB.*4 GiB"),
         ({"priority": 101}, "priority"),
+        ({"placement": "anywhere"}, "placement.*'local' or 'spread'"),
     ],
 )
 def test_a_wrong_field_is_named(fields, words):
