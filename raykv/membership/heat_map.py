@@ -2,17 +2,23 @@
 
 Nodes report their hottest prefixes with every heartbeat. The load of a prefix is the sum over all nodes that have it.
 A prefix with the share s of the whole load of n nodes gets ceil(s * n / EPSILON) copies. So no copy adds more than
-EPSILON of the mean load to its node. The copies lie on the nodes that rank highest for the prefix's head
-(`Ring.ranked`). Nodes with a copy make further copies, so the number of copies grows exponentially.
+EPSILON of the mean load to its node. New copies go to the nodes with the lowest load. If a node's load is above the
+mean by more than SLACK, its hottest prefixes get one more copy, even if their share is smaller. Nodes with a
+copy make further copies, so the number of copies grows exponentially.
+
+A copy must pay: on average it is read at least once in PAYS_S. Otherwise making it would cost more than it saves. This
+also tells heat from chance: a few reads by one request are not heat.
 
 A report replaces the node's earlier report, and is forgotten after REPORT_S. A directory that restarts learns the heat
 from the next heartbeats, within START_S.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+import numpy as np
 
 from raykv.protocol.heat import CopyOrder, HeatOrders, HeatReport, HotPrefix
 from raykv.protocol.placement import View
@@ -23,6 +29,11 @@ EPSILON: Final = 0.25
 SHRINK: Final = 0.7
 """The number of copies falls only when the load needs less than this share of them. Otherwise copies would come and go
 with each change of the load."""
+GROW: Final = 1.1
+"""It rises only when the load needs more than this multiple of them."""
+SLACK: Final = 0.1
+"""A node whose load is above the mean by more than this share is relieved."""
+PAYS_S: Final = 5.0
 MAX_PREFIXES: Final = 4096
 """At most this many prefixes get replicas: those with the highest load."""
 FAN_OUT: Final = 3
@@ -43,7 +54,18 @@ class _Copies:
     """The copies of one prefix: the node of each copy, and what that node reports. `load`: bytes a second."""
 
     load: float = 0.0
+    nbytes: int = 1
     holders: dict[NodeId, HotPrefix] = field(default_factory=dict)
+
+    @property
+    def ordinary(self) -> list[NodeId]:
+        """The nodes whose copy is no replica."""
+        return [node_id for node_id, held in self.holders.items() if not held.replica]
+
+    @property
+    def paying(self) -> float:
+        """The number of copies that pay."""
+        return self.load * PAYS_S / self.nbytes
 
 
 class HeatMap:
@@ -60,6 +82,8 @@ class HeatMap:
         self._joined_s: dict[NodeId, float] = {}
         self._orders: dict[NodeId, HeatOrders] = {}
         self._began_s, self._planned_s = math.inf, -math.inf
+        self._chosen: dict[bytes, list[NodeId]] = {}  # the nodes of each prefix in the last plan
+        self._relieving: set[bytes] = set()  # prefixes with one more copy, because the load of a node is high
         self.copies: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -87,43 +111,150 @@ class HeatMap:
         return self._orders.get(node_id, HeatOrders())
 
     def _plan(self, view: View, now_s: float) -> None:
-        members = {member.node_id for member in view.members if member.weight > 0}
         known = {member.node_id for member in view.members}
         self._reports = {
             node_id: each for node_id, each in self._reports.items() if node_id in known and now_s - each[0] < REPORT_S
         }
-        total = sum(report.load for _, report in self._reports.values())
-        found = self._hottest(members)
-        warming = [node_id for node_id, at in self._joined_s.items() if node_id in members and now_s - at < WARM_S]
+        loads = _Loads(
+            [member.node_id for member in view.members if member.weight > 0],
+            {node_id: report.load for node_id, (_, report) in self._reports.items()},
+        )
+        found = self._hottest()
+        warming = [node_id for node_id, at in self._joined_s.items() if node_id in loads and now_s - at < WARM_S]
         copies: dict[bytes, int] = {}
-        orders: dict[NodeId, _Orders] = {}
-        for place, (head, prefix) in enumerate(found):
-            count = self._count(head, prefix.load, total, len(members))
+        chosen: dict[bytes, list[NodeId]] = {}
+        for place, (head, prefix) in enumerate(found.items()):
+            count = self._count(head, prefix, loads)
             guests = warming if place < WARM_PREFIXES and prefix.load >= self._hot else []
-            if count < 2 and not guests:
-                continue
-            copies[head] = count
-            _give_orders(orders, head, prefix, _nodes_for(head, prefix, count, view, guests))
-        self.copies = copies
+            if count >= 2 or guests:
+                copies[head], chosen[head] = count, self._choose(head, prefix, count, loads, guests)
+        self._relieve(found, copies, chosen, loads)
+        orders: dict[NodeId, _Orders] = {}
+        for head, nodes in chosen.items():
+            _give_orders(orders, head, found[head], nodes)
+        self.copies, self._chosen = copies, chosen
         self._orders = {node_id: each.frozen() for node_id, each in orders.items()}
 
-    def _hottest(self, members: set[NodeId]) -> list[tuple[bytes, _Copies]]:
-        """Return the reported prefixes, the hottest first, at most MAX_PREFIXES."""
+    def _hottest(self) -> dict[bytes, _Copies]:
+        """Return the reported prefixes by their heads, the hottest first, at most MAX_PREFIXES."""
         found: dict[bytes, _Copies] = {}
         for node_id, (_, report) in self._reports.items():
             for prefix in report.prefixes:
-                copies = found.setdefault(prefix.head, _Copies())
+                copies = found.get(prefix.head)
+                if copies is None:
+                    copies = found[prefix.head] = _Copies()
                 copies.load += prefix.load
+                copies.nbytes = max(copies.nbytes, prefix.nbytes)
                 copies.holders[node_id] = prefix
-        return sorted(found.items(), key=lambda each: -each[1].load)[:MAX_PREFIXES]
+        return dict(sorted(found.items(), key=lambda each: -each[1].load)[:MAX_PREFIXES])
 
-    def _count(self, head: bytes, load: float, total: float, nodes: int) -> int:
+    def _count(self, head: bytes, prefix: _Copies, loads: "_Loads") -> int:
         """Return how many copies a prefix needs; 1 if it needs no replica."""
-        before = self.copies.get(head, 1)
-        if load < (self._hot if before < 2 else self._hot / 2) or not total:
+        further, nodes = head in self._relieving, len(loads.names)
+        before = self.copies.get(head, 1) - further
+        if prefix.load < (self._hot if before + further < 2 else self._hot / 2) or not loads.total:
             return 1
-        needed = min(nodes, math.ceil(min(1.0, load / total) * nodes / EPSILON))
-        return before if SHRINK * before <= needed < before <= nodes else needed
+        wanted = min(1.0, prefix.load / loads.total) * nodes / EPSILON
+        needed = max(1, min(nodes, math.ceil(wanted), int(prefix.paying)))
+        if SHRINK * before <= needed and wanted <= GROW * before and before <= nodes:
+            needed = before
+        if further and prefix.paying < SHRINK * (needed + 1):
+            self._relieving.discard(head)
+            further = False
+        return min(nodes, needed + further)
+
+    def _choose(
+        self, head: bytes, prefix: _Copies, count: int, loads: "_Loads", guests: Iterable[NodeId]
+    ) -> list[NodeId]:
+        """Return the nodes that must have a copy: those with an ordinary copy, then those chosen before, then others.
+
+        The others are those with the lowest load.
+        """
+        nodes = [*prefix.ordinary]
+        before = [node_id for node_id in self._chosen.get(head, prefix.holders) if node_id in loads]
+        if not nodes:  # the node with the ordinary copy has gone: another copy takes its place
+            nodes = [next((node_id for node_id in before if node_id in prefix.holders), next(iter(prefix.holders)))]
+        nodes += [node_id for node_id in before if node_id not in nodes][: max(0, count - len(nodes))]
+        loads.remove(prefix)
+        nodes += loads.lowest(count - len(nodes), nodes)
+        nodes = [*dict.fromkeys([*nodes, *guests])]
+        loads.add(prefix, nodes)
+        return nodes
+
+    def _relieve(
+        self,
+        found: dict[bytes, _Copies],
+        copies: dict[bytes, int],
+        chosen: dict[bytes, list[NodeId]],
+        loads: "_Loads",
+    ) -> None:
+        """Give one more copy to the hottest prefixes of nodes whose load is high, on the nodes with the lowest load."""
+        self._relieving &= chosen.keys()
+        most = (1 + SLACK) * loads.total / max(1, len(self._reports))
+        for source in loads.above(most):
+            for head in [prefix.head for prefix in self._reports[source][1].prefixes]:
+                prefix = found.get(head)
+                if prefix is None or head in self._relieving or prefix.load < self._hot:
+                    continue
+                nodes = chosen.get(head) or prefix.ordinary
+                count, target = len(nodes), loads.lowest(1, nodes)
+                if source not in nodes or not target or prefix.paying < count + 1:
+                    continue
+                share = prefix.load / (count + 1)
+                if loads[target[0]] + share >= loads[source]:
+                    continue
+                loads.add(prefix, nodes, sign=-1)
+                copies[head], chosen[head] = copies.get(head, 1) + 1, nodes + target
+                loads.add(prefix, chosen[head])
+                self._relieving.add(head)
+                if loads[source] <= most:
+                    break
+
+
+class _Loads:
+    """The load of each node, in bytes a second, as it will be when all copies are made.
+
+    Attributes:
+        names: The nodes that may get copies.
+        total: The load of all nodes, also of those that may get none.
+    """
+
+    def __init__(self, names: list[NodeId], loads: dict[NodeId, float]) -> None:
+        self.names, self.total = names, sum(loads.values())
+        self._place_of = {name: place for place, name in enumerate(names)}
+        self._loads = np.array([loads.get(name, 0.0) for name in names])
+
+    def __contains__(self, name: NodeId) -> bool:
+        return name in self._place_of
+
+    def __getitem__(self, name: NodeId) -> float:
+        return float(self._loads[self._place_of[name]])
+
+    def remove(self, prefix: _Copies) -> None:
+        """Subtract the reported load of a prefix."""
+        for name, held in prefix.holders.items():
+            if name in self._place_of:
+                self._loads[self._place_of[name]] -= held.load
+
+    def add(self, prefix: _Copies, nodes: Sequence[NodeId], *, sign: int = 1) -> None:
+        """Add the load of a prefix in equal shares to the nodes with a copy. A `sign` of -1: subtract it."""
+        places = [self._place_of[name] for name in nodes if name in self._place_of]
+        self._loads[places] += sign * prefix.load / len(nodes)
+
+    def lowest(self, count: int, without: Sequence[NodeId]) -> list[NodeId]:
+        """Return the nodes with the lowest load, at most `count`, none of them in `without`."""
+        if count <= 0 or not self.names:
+            return []
+        loads = self._loads.copy()
+        loads[[self._place_of[name] for name in without if name in self._place_of]] = np.inf
+        order = loads.argsort(kind="stable")[:count].tolist() if count > 1 else [int(loads.argmin())]
+        return [self.names[place] for place in order if loads[place] < np.inf]
+
+    def above(self, load: float) -> list[NodeId]:
+        """Return the nodes with a higher load, the highest first."""
+        return [
+            self.names[place] for place in (-self._loads).argsort(kind="stable").tolist() if self._loads[place] > load
+        ]
 
 
 class _Orders:
@@ -136,16 +267,6 @@ class _Orders:
 
     def frozen(self) -> HeatOrders:
         return HeatOrders(tuple(self.copies), tuple(self.keep), tuple(self.adopt))
-
-
-def _nodes_for(head: bytes, prefix: _Copies, count: int, view: View, guests: Iterable[NodeId]) -> list[NodeId]:
-    """Return the nodes that must have a copy: those with an ordinary copy, then by rank until there are `count`."""
-    chosen = [node_id for node_id, held in prefix.holders.items() if not held.replica]
-    ranked = view.ring.ranked(int.from_bytes(head[:8], "little"))
-    if not chosen:  # the node with the ordinary copy has gone: another copy takes its place
-        chosen = [next((node_id for node_id in ranked if node_id in prefix.holders), next(iter(prefix.holders)))]
-    chosen += [node_id for node_id in ranked if node_id not in chosen][: max(0, count - len(chosen))]
-    return [*dict.fromkeys([*chosen, *guests])]
 
 
 def _give_orders(orders: dict[NodeId, _Orders], head: bytes, prefix: _Copies, wanted: list[NodeId]) -> None:

@@ -110,8 +110,9 @@ class Prefixes:
         """Return the heat of this node. `known`: the result of `measure`, which was called just before."""
         columns = self._chunks.columns
         load_of = dict(zip(*(column.tolist() for column in self.meter.loads(columns)), strict=True))
+        nbytes = columns.nbytes
         found = [
-            HotPrefix(head, sum(load_of.pop(row, 0.0) for row in rows), len(rows), replica)
+            HotPrefix(head, sum(load_of.pop(row, 0.0) for row in rows), len(rows), replica, int(nbytes[rows].sum()))
             for head, (rows, replica) in known.items()
             if rows
         ]
@@ -121,7 +122,9 @@ class Prefixes:
             keys = self._chunks.keys_of(rows[places])
             head = chunk_keys.to_bytes(keys[:1])
             self._hot[head] = keys
-            found.append(HotPrefix(head, float(loads[places].sum()), len(places)))
+            found.append(
+                HotPrefix(head, float(loads[places].sum()), len(places), False, int(nbytes[rows[places]].sum()))
+            )
         found.sort(key=lambda prefix: -prefix.load)
         return HeatReport(self.meter.load, tuple(found[:MAX_REPORTED]))
 

@@ -27,12 +27,14 @@ class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
         load: Bytes a second that are read from this node's copy.
         chunks: Number of chunks of the prefix on this node.
         replica: Whether this copy is a replica, which the node deletes when the directory no longer lists it.
+        nbytes: Length of these chunks together.
     """
 
     head: Head
     load: Load
     chunks: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
     replica: bool = False
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
 
 
 class HeatReport(msgspec.Struct, frozen=True, array_like=True):

@@ -101,25 +101,12 @@ class Ring:
     def __init__(self, weights: Sequence[tuple[NodeId, float]]) -> None:
         ordered = sorted(weights)
         self.nodes = tuple(name for name, _ in ordered)
-        self._weights = np.array([weight for _, weight in ordered], np.float64)
-        self._seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name, _ in ordered], np.uint64)
-        scores = self._scores(np.arange(SLOTS, dtype=np.uint64))
-        self.owner_of_slot = (scores.argmin(axis=1) if ordered else np.full(SLOTS, -1)).astype(np.int16)
-
-    def _scores(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-        """Return the score of each node for each number, shape [numbers, nodes]. The lowest score wins."""
+        share = np.array([weight for _, weight in ordered], np.float64)
+        seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name, _ in ordered], np.uint64)
         # Uniform numbers of 53 bits, never 0 or 1, so that the logarithm is finite and not 0.
-        uniform = ((_mix(numbers[:, None] ^ self._seeds) >> np.uint64(11)) + 0.5) * 2.0**-53
-        scores: npt.NDArray[np.float64] = self._weights / np.log(uniform)
-        return scores
-
-    def ranked(self, number: int) -> list[NodeId]:
-        """Return the nodes with a weight above 0 in an order that depends on `number`, which is below 2 ** 64.
-
-        Heavier nodes are earlier for more numbers. When a node joins or leaves, the order of the others is the same.
-        """
-        order = self._scores(np.array([number], np.uint64))[0].argsort(kind="stable")
-        return [self.nodes[place] for place in order.tolist() if self._weights[place] > 0]
+        uniform = ((_mix(np.arange(SLOTS, dtype=np.uint64)[:, None] ^ seeds) >> np.uint64(11)) + 0.5) * 2.0**-53
+        scores = share / np.log(uniform)
+        self.owner_of_slot = (scores.argmin(axis=1) if ordered else np.full(SLOTS, -1)).astype(np.int16)
 
     def owners(self, keys: KeyArray) -> npt.NDArray[np.int16]:
         """Return the index in `nodes` of each key's owner; -1 when there are no nodes."""

