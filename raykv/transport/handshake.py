@@ -52,13 +52,14 @@ def greet_server(stream: Stream, secret: bytes, deadline_s: float) -> None:
     """
     stream.secure(deadline_s)
     nonce = secrets.token_bytes(32)
-    stream.send(greeting(nonce) + key_id(secret), deadline_s)
     try:
+        stream.send(greeting(nonce) + key_id(secret), deadline_s)
         hello = stream.exactly(GREETING.size, deadline_s)
     except PeerUnavailable as error:
-        if stream.plain_tcp and time.monotonic() < deadline_s:
-            raise PeerUnavailable(f"{error}; perhaps the peer requires TLS, and field 'tls' is not set here") from error
-        raise
+        if stream.socket.family == socket.AF_UNIX or time.monotonic() >= deadline_s:
+            raise
+        cause = "refuses our certificate" if stream.has_tls else "requires TLS, and field 'tls' is not set here"
+        raise PeerUnavailable(f"{error}; perhaps the peer {cause}") from error
     theirs = read_greeting(hello)
     if not hmac.compare_digest(stream.exactly(PROOF_NBYTES, deadline_s), proof(secret, "answering", nonce, theirs)):
         raise WrongSecret("the peer does not know this cluster's secret: it belongs to another cluster")

@@ -6,6 +6,7 @@ without an intermediate copy.
 """
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -31,6 +32,8 @@ TICK_S: Final = 0.01
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 MAX_HANDSHAKES: Final = 64
 """At most this many handshakes run at once. A new connection beyond this limit ends the oldest handshake."""
+END_S: Final = 1.0
+"""A client whose secret is not accepted any more gets answers to its requests for at most this long."""
 MAX_LOG_LINES: Final = 5
 LOG_EVERY_S: Final = 60.0
 """`LogLimit` writes at most MAX_LOG_LINES lines in LOG_EVERY_S seconds, so that a peer that repeats a failing request
@@ -108,6 +111,7 @@ class SocketServer:
         self._shaking: dict[socket.socket, threading.Thread] = {}  # in the handshake, oldest first
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._secrets: dict[socket.socket, bytes] = {}  # the secret that the client of each connection has proved
+        self._end_at_s: dict[socket.socket, float] = {}  # connections whose secret is not accepted any more
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._log = LogLimit(log)
@@ -122,15 +126,18 @@ class SocketServer:
     def accept_secrets(self, accepted: tuple[bytes, ...]) -> None:
         """Let clients use any of these secrets, and no other. Over Unix sockets this has no effect.
 
-        Connections with another secret end. Before that, requests that have arrived are answered.
+        Connections with another secret end. Before that, requests that have arrived are answered, but not for longer
+        than END_S.
         """
         if self._local:
             return
         with self._lock:
             self._accepted = accepted
             ended = [connection for connection, secret in self._secrets.items() if secret not in accepted]
+            for connection in ended:
+                self._end_at_s.setdefault(connection, time.monotonic() + END_S)
         for connection in ended:
-            _cut(connection, socket.SHUT_RD)
+            _cut(connection, socket.SHUT_RD)  # its thread still gets what has arrived
 
     def close(self) -> None:
         """Stop listening, end all connections, and wait for their threads, at most HANDSHAKE_TIMEOUT_S for each."""
@@ -203,13 +210,13 @@ class SocketServer:
         try:
             stream = self._shake_hands(connection)
             session = self._service.session(local=self._local)
-            while stream.wait(session.patience_s):
+            while stream.wait(session.patience_s) and time.monotonic() < self._end_at_s.get(connection, math.inf):
                 self._serve_one(stream, session)
         except (OSError, RayKVError) as error:
             if not self._closed.is_set():
-                self.refused += session is None
                 level = logging.WARNING if isinstance(error, ProtocolError) else logging.DEBUG
                 self._log.write(level, "connection from %s ended: %s", peer or "this host", error)
+                self.refused += session is None
         except Exception:  # noqa: BLE001  a bug in the service ends this connection, not the server
             self.bugs += 1
             self._log.write(logging.ERROR, "connection ended by a bug", trace=True)
@@ -220,6 +227,7 @@ class SocketServer:
                 self._connections.pop(connection, None)
                 self._shaking.pop(connection, None)
                 self._secrets.pop(connection, None)
+                self._end_at_s.pop(connection, None)
             connection.close()
 
     def _shake_hands(self, connection: socket.socket) -> Stream:

@@ -54,9 +54,8 @@ class Stream:
         self._channel.set_tick(tick_s)
 
     @property
-    def plain_tcp(self) -> bool:
-        """Whether this is a TCP connection without TLS."""
-        return isinstance(self._channel, PlainChannel) and self.socket.family != socket.AF_UNIX
+    def has_tls(self) -> bool:
+        return not isinstance(self._channel, PlainChannel)
 
     def secure(self, deadline_s: float) -> None:
         """Do the TLS handshake if the connection has TLS. Raises ProtocolError if the peer's certificate is refused."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from raykv.config import TlsConfig
-from raykv.errors import ConfigError, PeerUnavailable, ProtocolError
+from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, TransientError
 from raykv.memory.copying import checksum_of
 from raykv.protocol import messages
 from raykv.transport.link import Link
@@ -84,7 +84,7 @@ def test_a_client_learns_that_its_certificate_is_refused(tls, stranger, tmp_path
     both = tmp_path / "both.pem"
     both.write_text(tls._config.ca.read_text() + stranger._config.ca.read_text())
     trusting = Tls(stranger._config.model_copy(update={"ca": both}))
-    with serving(tls) as server, pytest.raises(ProtocolError, match="refuses our certificate"):
+    with serving(tls) as server, pytest.raises(TransientError, match="refuses our certificate"):
         ask(server, trusting)
 
 
