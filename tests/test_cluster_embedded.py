@@ -640,7 +640,7 @@ def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, faults, rng):
         print(f"{hits} of {asked} chunks arrived")
         assert 0 < hits < asked
         faults.loss = 0.0
-        running.settle(timeout_s=30.0)  # longer than SLOW_S, after which lost announcements are sent again
+        running.settle(timeout_s=30.0)  # longer than ANNOUNCE_DEADLINE_S, after which lost announcements are sent again
         for node in running.nodes[:3]:
             assert node.failure is None
             assert not {
@@ -810,7 +810,7 @@ def test_a_namespace_that_no_node_can_name_is_refused(tmp_path):
     with cluster(1, ssd=ssd) as running:
         node = running.nodes[0]
         long = running.client(raykv.Namespace(model="m" * 3000))
-        for call in (long.drop_namespace, lambda: put(long, ["a"])):
+        for call in (long.drop_namespace, lambda: long.configure(priority=3), lambda: put(long, ["a"])):
             with pytest.raises(UsageError, match="shorten"):
                 call()
         assert node.failure is None
