@@ -1,6 +1,7 @@
 """The client end of a connection over TCP or a Unix socket."""
 
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 TICK_S: Final = 0.01
 """A call over a link may overrun its deadline by at most this many seconds."""
 MAX_REQUEST_ID: Final = 0xFFFFFFFF
+_DISCARD: Final = struct.pack("ii", 1, 0)  # linger for 0 seconds: closing resets the connection
 
 
 class Link:
@@ -115,7 +117,7 @@ class Link:
                 self._stream.send(encode(closing(), self.epoch, request_id), deadline_s)
             answer = self._receive(request_id, deadline_s)
         except BaseException:
-            self.close()
+            self._abort()
             raise
         if isinstance(answer, Failure):
             raise_failure(answer)
@@ -137,7 +139,7 @@ class Link:
             remaining(deadline_s)
             self._stream.send(message, deadline_s)
         except BaseException:
-            self.close()
+            self._abort()
             raise
         self._next_id = request_id % MAX_REQUEST_ID + 1  # never 0, because 0 means "no request"
         self._posted.append(request_id)
@@ -164,7 +166,7 @@ class Link:
                 for run in place(answer):
                     self._stream.fill(run, deadline_s)
         except BaseException:
-            self.close()  # the link cannot be used any more, because its position in the byte stream is unknown
+            self._abort()  # the link cannot be used any more, because its position in the byte stream is unknown
             raise
         if isinstance(answer, Failure):
             raise_failure(answer)
@@ -190,6 +192,18 @@ class Link:
     def _require_open(self) -> None:
         if self.closed:
             raise PeerUnavailable("the connection is closed")
+
+    def _abort(self) -> None:
+        """Close the connection, and discard what the peer has not received yet.
+
+        Otherwise the kernel would still send a request that nobody waits for. A peer that was out of reach would then
+        serve it after newer requests.
+        """
+        try:
+            self._stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DISCARD)
+        except OSError:
+            pass  # the connection is closed already
+        self.close()
 
     def close(self) -> None:
         """Close the connection. The server then ends the connection's leases."""

@@ -1,6 +1,8 @@
 """Answers arrive in the order of the requests. An answer to any other request closes the link."""
 
 import contextlib
+import socket
+import time
 
 import pytest
 
@@ -9,6 +11,7 @@ from raykv.protocol import messages
 from raykv.transport import link as link_module
 from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
+from raykv.transport.stream import Stream
 from tests.support.transports import SECRET, LyingServer, Warehouse, soon
 
 
@@ -60,6 +63,28 @@ def test_the_second_answer_of_a_write_has_the_number_of_its_request():
             with pytest.raises(ProtocolError, match="request 2, where one to 1"):
                 link.push(request, lambda answer: [], deadline_s=soon())
             assert link.closed
+
+
+def read_to_the_end(connection: socket.socket) -> None:
+    while connection.recv(1 << 16):
+        pass
+
+
+def test_a_request_that_nobody_waits_for_is_not_delivered_later():
+    """The server hangs and its buffer is full. When the client gives up, the rest of the request must not follow."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client = socket.create_connection(listener.getsockname())
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        server, _ = listener.accept()
+    with server:
+        link = Link(Stream(client, tick_s=0.01))
+        request = messages.Delete(bytes(1 << 20))
+        link.post(request, deadline_s=soon())
+        with pytest.raises(PeerUnavailable):
+            link.collect(deadline_s=time.monotonic() + 0.02)
+        with pytest.raises(ConnectionResetError):
+            read_to_the_end(server)
 
 
 def test_numbers_start_again_before_they_are_too_large(monkeypatch):
