@@ -17,7 +17,6 @@ from raykv.client.read_failures import Kind
 from raykv.client.router import Holders, Router
 from raykv.errors import RayKVError
 from raykv.protocol import chunk_keys, messages
-from raykv.protocol.placement import View
 from raykv.transport.bulk_read import ReadProgress, ReadRun
 from raykv.types import Bits, KeyArray, NodeId, Scattered
 
@@ -72,16 +71,16 @@ class Fetcher:
         chunks that the owner lacks. The holders of a chunk are tried one after the other.
         """
         named: dict[int, Holders] = {}
-        unknown, view = progress.missing(), View()
-        # If an answer shows that there is a newer view, the loop asks the owners in that view about the chunks left.
-        while unknown and (newest := self._router.view(deadline_s)).epoch > view.epoch:
-            view = newest
-            shares = view.ring.shares(progress.keys[unknown])
+        unknown = progress.missing()
+        for view in self._router.views(deadline_s) if unknown else ():
+            shares = self._router.shares(view, progress.keys[unknown])
             places = {owner: [unknown[at] for at in share] for owner, share in shares.items()}
             runs = self._runs(progress, places, locate=True)
             self._read(runs, deadline_s)
             named |= {place: holders for run in runs for place, holders in run.named.items()}
             unknown = [place for place in progress.missing() if not named.get(place)]
+            if not unknown:
+                break
         for choice in range(messages.MAX_HOLDERS):
             holders = {place: names[choice] for place, names in named.items() if choice < len(names)}
             self.fetch(progress, holders, deadline_s)

@@ -1,7 +1,7 @@
 """Connects a client to nodes. Keeps the view, which is the list of members. Finds the holders of chunks."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.metrics import ClientMetrics
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array, expect, stats_in, unpack_bits
-from raykv.protocol.placement import Member, View
+from raykv.protocol.placement import LEARN_S, Member, View
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.transport.addresses import parse_address
 from raykv.transport.data_path import PathEnvironment, open_data_paths
@@ -84,7 +84,8 @@ class Router:
         self.parallel, self.read_failures = Parallel(), ReadFailures()
         self.loads = PeerLoads(Random())
         self._metrics: dict[bytes, ClientMetrics] = {}
-        self._view = View()
+        self._view = self._view_before = View()
+        self._view_changed_s = 0.0
         self._failures, self._retry_at_s = 0, 0.0
         self._cluster = b""
         self.local: LocalConnection | None = None
@@ -190,11 +191,36 @@ class Router:
         """
         view = expect(messages.ViewIs, self.ask_any(messages.GetView(), deadline_s)).view
         if view.epoch > self._view.epoch:
-            self._view = view
+            self._view_before, self._view_changed_s, self._view = self._view, time.monotonic(), view
             self.pool.retain({self._address, *(address for m in view.members for address in m.endpoints.values())})
             self.paths.retain(view.members)
             self.loads.retain(frozenset(member.node_id for member in view.members))
         return self._view
+
+    def views(self, deadline_s: float) -> Iterator[View]:
+        """Yield the views whose owners to ask for chunks, one after the other, until the caller has found all chunks.
+
+        The newest view is the first. Another one follows if an answer shows that there is a newer one. For
+        LEARN_S after a change of the view, the view before the change is the last.
+        """
+        epoch = 0
+        while (view := self.view(deadline_s)).epoch > epoch:
+            epoch = view.epoch
+            yield view
+        if time.monotonic() < self._view_changed_s + LEARN_S:
+            yield self._view_before
+
+    def shares(self, view: View, keys: KeyArray) -> dict[NodeId, list[int]]:
+        """Return the indices of the keys by owner. In an older view, leave out keys that have the same owner now."""
+        shares, now = view.ring.shares(keys), self._view
+        if view is now:
+            return shares
+        owners = np.array(now.ring.nodes)[now.ring.owners(keys)].tolist()
+        return {
+            name: changed
+            for name, places in shares.items()
+            if now.member(name) and (changed := [place for place in places if owners[place] != name])
+        }
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -301,10 +327,11 @@ class Router:
         whole = Locations(
             [()] * count, np.zeros(count, np.uint32), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         )
-        unknown, view = np.arange(count), View()
-        while len(unknown) and time.monotonic() < deadline_s and self.view(deadline_s).epoch > view.epoch:
-            view = self._view  # an answer may show that there is a newer view; the loop then asks the new owners
-            shares = {owner: unknown[share] for owner, share in view.ring.shares(keys[unknown]).items()}
+        unknown = np.arange(count)
+        for view in self.views(deadline_s):
+            if not len(unknown) or time.monotonic() >= deadline_s:
+                break
+            shares = {owner: unknown[share] for owner, share in self.shares(view, keys[unknown]).items()}
             work = {
                 owner: partial(self.ask_owner, owner, keys[share], group, deadline_s) for owner, share in shares.items()
             }

@@ -5,6 +5,7 @@ the view assigns each key to its owner.
 """
 
 import logging
+import math
 import threading
 import time
 from typing import Final
@@ -18,7 +19,7 @@ from raykv.errors import RayKVError, TransientError
 from raykv.node.location_index import LocationIndex
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import pack_bits
-from raykv.protocol.placement import Member, View, owner_changed
+from raykv.protocol.placement import LEARN_S, Member, View, owner_changed
 from raykv.protocol.reasons import Place
 from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
@@ -78,6 +79,7 @@ class Announcer:
         self.view = View()
         self.announced = self.failures = 0
         self._log = LogLimit(log)
+        self._forget_s = math.inf
 
     def wake(self) -> None:
         """Wake the announcer's thread. Call this method after every change of the store or of a tier."""
@@ -102,7 +104,10 @@ class Announcer:
             return not (self._sending or self._adopting or self._queue or self._slow or self._store.has_changes)
 
     def adopt(self, view: View) -> None:
-        """Use a newer view. Drop locations of keys that other nodes own now, and announce keys whose owner changed."""
+        """Use a newer view, and announce keys whose owner changed.
+
+        Locations of keys that other nodes own from now on are dropped LEARN_S later.
+        """
         with self._view_lock:
             if view.epoch > self.view.epoch:
                 self._adopt(view)
@@ -134,6 +139,7 @@ class Announcer:
             mine = view.ring.nodes.index(me)
             nodes = frozenset(view.ring.nodes)
             self._location_index.follow_view(nodes=nodes, owned=lambda keys: view.ring.owners(keys) == mine)
+            self._forget_s = time.monotonic() + LEARN_S
         self._adopting = True
         old, self.view = self.view, view
         # The new view is already set, so chunks that are stored after this line are announced to their new owners.
@@ -150,6 +156,9 @@ class Announcer:
             if self._changed.is_set():
                 stopping.wait(ANNOUNCE_S)
             self._changed.clear()
+            if time.monotonic() >= self._forget_s:
+                self._forget_s = math.inf
+                self._location_index.forget_former()
             below = self._mover.take_changes()
             with self._lock:
                 queued, self._queue = self._queue, []

@@ -67,6 +67,7 @@ class LocationIndex:
         """Make an empty index for at most `max_keys` keys. A full index drops the keys that were added first."""
         self._max_keys = max_keys
         self._locations: dict[bytes, Location] = {}
+        self._former: dict[bytes, Location] = {}  # of keys that another node owns since the last `follow_view`
         self._shared: dict[tuple[Location, NodeId, int, bool], Location] = {}
         self._shared_holders = 0  # total number of holders of the locations in `_shared`
         self._lock = threading.Lock()
@@ -107,23 +108,33 @@ class LocationIndex:
 
     def locate(self, keys: KeyArray) -> list[Location]:
         """Return the location of each key; UNKNOWN if no holder is known."""
-        return list(map(self._locations.get, _split(keys), repeat(UNKNOWN)))
+        raw, former = _split(keys), self._former
+        found = list(map(self._locations.get, raw, repeat(UNKNOWN)))
+        if not former:
+            return found
+        return [former.get(key, UNKNOWN) if each is UNKNOWN else each for key, each in zip(raw, found, strict=True)]
 
     def follow_view(self, *, nodes: frozenset[NodeId], owned: Callable[[KeyArray], Bits]) -> None:
-        """Keep only the holders in `nodes`, and only the keys for which `owned` returns True."""
+        """Keep only the holders in `nodes`, and only the keys for which `owned` returns True.
+
+        `locate` still finds the other keys until `forget_former`, or until the next call of this method.
+        """
         with self._lock:
-            if not self._locations:
-                return
             raw = list(self._locations)
-            stays = owned(chunk_keys.from_bytes(b"".join(raw)))
+            stays = owned(chunk_keys.from_bytes(b"".join(raw))).tolist()
             left: dict[bytes, Location] = {}
-            for position in np.flatnonzero(stays).tolist():
-                location = self._locations[raw[position]]
+            former: dict[bytes, Location] = {}
+            for key, stay in zip(raw, stays, strict=True):
+                location = self._locations[key]
                 if not nodes.issuperset(location.holders):
                     location = location.within(nodes)
                 if location.holders:
-                    left[raw[position]] = location
-            self._locations = left
+                    (left if stay else former)[key] = location
+            self._locations, self._former = left, former
+
+    def forget_former(self) -> None:
+        """Forget the keys that were not owned any more at the last `follow_view`."""
+        self._former = {}
 
 
 def named_holders(holders: tuple[NodeId, ...], rng: Random) -> tuple[NodeId, ...]:

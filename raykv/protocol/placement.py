@@ -26,6 +26,9 @@ MAX_MEMBERS: Final = 4096
 
 MemberId: TypeAlias = Annotated[NodeId, msgspec.Meta(max_length=64)]
 """The name of a node in a message, as long as `NodeConfig.node_id` may be."""
+LEARN_S: Final = 3.0
+"""For this long after a change of the view, the old owners of keys still answer, because the new owners do not know all
+holders yet. Holders announce their chunks to new owners at their next heartbeat."""
 
 
 class Member(msgspec.Struct, frozen=True):

@@ -177,7 +177,7 @@ def test_reads_never_miss_while_a_node_is_drained_and_leaves():
                 thread.join()
         print(f"{reads[0]} reads, {len(missed)} missed")
         assert reads[0] > 20
-        assert len(missed) <= reads[0] / 100, "only while the owners of keys change, and do not know the holders yet"
+        assert len(missed) <= reads[0] / 100
 
 
 def test_the_rate_is_kept():

@@ -43,6 +43,7 @@ def test_random_announcements(rng: random.Random, monkeypatch):
             case "view":
                 left = frozenset(rng.sample("abcd", 3))
                 index.follow_view(nodes=left, owned=lambda some: ~np.isin(some[:, 0], numbers))  # noqa: B023
+                index.forget_former()
                 for n, held in model.items():
                     model[n] = {} if n in numbers else {holder: bit for holder, bit in held.items() if holder in left}
         found = index.locate(keys(range(30)))
@@ -126,3 +127,19 @@ def test_a_full_index_stays_quick(np_rng):
     for start in range(0, 20_000, 10):
         index.add("a", many[start : start + 10] ^ np.uint64(1), lengths[:10])
     assert time.process_time() - began_s < 2.0
+
+
+def test_keys_of_another_owner_are_found_until_they_are_forgotten_or_the_view_changes_again():
+    index = LocationIndex()
+    for node in ("a", "b"):
+        index.add(node, keys(range(6)), np.full(6, 7, np.uint32))
+    index.follow_view(nodes=frozenset("a"), owned=lambda some: some[:, 0] < 3)
+    assert len(index) == 3
+    assert [each.holders for each in index.locate(keys(range(6)))] == [("a",)] * 6
+    index.add("c", keys([5]), np.full(1, 7, np.uint32))
+    assert index.locate(keys([5]))[0].holders == ("c",)
+    index.follow_view(nodes=frozenset("ac"), owned=lambda some: some[:, 0] > 1)
+    found = [each.holders for each in index.locate(keys(range(6)))]
+    assert found == [("a",), ("a",), ("a",), (), (), ("c",)], "what it owns again, it does not know from before"
+    index.forget_former()
+    assert [each.holders for each in index.locate(keys(range(6)))] == [(), (), ("a",), (), (), ("c",)]
