@@ -33,7 +33,7 @@ NEVER = {
     "supervisor": {"client", "embedded"},
 }
 """For each package, the packages that it must not import. No package on the left may import TOPMOST either."""
-TOPMOST = {"", "cluster", "integrations", "tools"}
+TOPMOST = {"", "cluster", "integrations", "simulation", "tools"}
 ENGINES = {"torch", "vllm", "sglang", "transformers", "safetensors"}
 INPUT_OUTPUT = {"os", "socket", "subprocess", "mmap", "threading", "asyncio", "fcntl", "shutil", "tempfile", "time"}
 PURE = ("protocol", "eviction")
