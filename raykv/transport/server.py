@@ -215,7 +215,7 @@ class SocketServer:
         except (OSError, RayKVError) as error:
             if not self._closed.is_set():
                 level = logging.WARNING if isinstance(error, ProtocolError) else logging.DEBUG
-                self._log.write(level, "connection from %s ended: %s", peer or "this host", error)
+                self._log.write(level, "connection of %s ended: %s", _name_of(peer), error)
                 self.refused += session is None
         except Exception:  # noqa: BLE001  a bug in the service ends this connection, not the server
             self.bugs += 1
@@ -271,6 +271,11 @@ class SocketServer:
             second = reply.finish(complete)
         if second is not None:
             stream.send(encode(second, self._service.epoch, request_id), time.monotonic() + stall_s)
+
+
+def _name_of(peer: object) -> str:
+    """Return the address of a peer, for logs. Peers on Unix sockets have none."""
+    return "{}:{}".format(*peer[:2]) if isinstance(peer, tuple) else "a process of this host"
 
 
 def _cut(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:

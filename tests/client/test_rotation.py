@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 import raykv
+from raykv.client import root_copies
 from raykv.client.router import Router
 from raykv.config import ClientConfig
 from raykv.embedded import EmbeddedCluster
@@ -56,6 +57,12 @@ def repeated(operation: Callable[[int], None]) -> Iterator[list[int]]:
         stopping.set()
         thread.join()
     assert not errors, errors
+
+
+@pytest.fixture(autouse=True)
+def without_copies(monkeypatch):
+    """Readers make no copies on their host, so that all reads go over TCP."""
+    monkeypatch.setattr(root_copies, "COPY_READS", 1 << 30)
 
 
 def ask(router: Router, node: Node) -> None:

@@ -30,7 +30,7 @@ Behaviour = Callable[[Stream], None]
 
 
 def greet(stream: Stream) -> None:
-    greet_client(stream, SECRET, lambda: None, soon())
+    greet_client(stream, [SECRET], lambda secret: None, soon())
 
 
 def says_nothing(stream: Stream) -> None:

@@ -154,7 +154,11 @@ def test_a_stranger_is_logged_with_its_address_and_a_probe_is_not(served, caplog
     assert not caplog.records
     for number in range(2 * server.MAX_LOG_LINES):
         with raw_socket(served.address) as stream:
-            hello = handshake.greeting(b"n" * 32) if number % 2 else b"GET / HTTP/1.1\r\nHost: node\r\n\r\n".ljust(80)
+            hello = (
+                handshake.greeting(b"n" * 32) + bytes(8)
+                if number % 2
+                else b"GET / HTTP/1.1\r\nHost: node\r\n\r\n".ljust(80)
+            )
             own = "{}:{}".format(*stream.getsockname())
             assert is_closed(stream, after=hello + bytes(handshake.PROOF_NBYTES))
             if number == 0:
@@ -315,7 +319,7 @@ def refused_once(served: SocketServer, caplog, text: str) -> bool:
     (record,) = caplog.records
     caplog.clear()
     refused, served.refused = served.refused, 0
-    assert record.getMessage().startswith("connection from ('127.0.0.1', ")
+    assert record.getMessage().startswith("connection of 127.0.0.1:")
     return refused == 1 and record.levelno == logging.WARNING and text in record.getMessage()
 
 
