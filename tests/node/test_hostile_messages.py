@@ -54,5 +54,6 @@ def test_hostile_messages(rng: random.Random):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 def test_a_hundred_thousand_hostile_messages(rng: random.Random):
     run(rng, soak("messages", 100_000))
