@@ -56,6 +56,10 @@ class Child:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
+    def has_answer(self) -> bool:
+        """Return whether `receive` would not wait."""
+        return bool(self._buffer) or bool(select.select([self._process.stdout], [], [], 0.0)[0])
+
     def ask(self, command: str, **fields: Any) -> Any:
         self.send(command, **fields)
         return self.receive()

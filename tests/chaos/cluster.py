@@ -40,14 +40,14 @@ class Cluster:
         overruns_s: How late the latest operation ended: by the clock, and without the time that other processes took.
     """
 
-    def __init__(self, hosts: Sequence[str], *, seed: int, network: Network | None = None, **storage: Any) -> None:
-        """Make the network, and start nothing. `storage`: fields of StorageConfig. `network`: use this one."""
-        self._owns_network = network is None
-        self._shm_dir = Path(tempfile.mkdtemp(prefix="raykv-chaos-", dir="/dev/shm"))
+    def __init__(
+        self, hosts: Sequence[str], *, seed: int, name: str = "chaos", beneath: "Cluster | None" = None
+    ) -> None:
+        """Make the network, and start nothing. `beneath`: share the hosts and their files with this cluster."""
+        self._name, self._owns = name, beneath is None
+        self._shm_dir = beneath._shm_dir if beneath else Path(tempfile.mkdtemp(prefix="raykv-chaos-", dir="/dev/shm"))
         self._secret, self._seed = secrets.token_hex(32), seed
-        self._storage = {
-            "arena_nbytes": ARENA_NBYTES, "extent_nbytes": 4 << 20, "shm_dir": str(self._shm_dir), **storage
-        }  # fmt: skip
+        self._storage = {"arena_nbytes": ARENA_NBYTES, "extent_nbytes": 4 << 20, "shm_dir": str(self._shm_dir)}
         self.hosts = list(hosts)
         self.owners: dict[str, Child] = {}
         self.clients: dict[str, Child] = {}
@@ -57,20 +57,28 @@ class Cluster:
         self.overruns_s = [0.0, 0.0]
         self._probes = 0
         self._starting: list[str] = []
-        self.network = network or Network([*hosts, DIRECTORY])
+        self._known = {DIRECTORY}  # hosts whose clients can connect, because they have or had a node
+        self.network = beneath.network if beneath else Network([*hosts, DIRECTORY])
+        self._port = PORT if beneath is None else PORT + 1
 
     # -- processes --------------------------------------------------------------------------------------------------
 
-    def start(self, hosts: Sequence[str] | None = None, *, prompts: int = 150) -> None:
-        """Start the directory, the nodes of `hosts` (None: all), and the clients of all hosts."""
+    def start(self, hosts: Sequence[str] | None = None, *, prompts: int = 150, fresh: float = 0.15) -> None:
+        """Start the directory, the nodes of `hosts` (None: all), and the clients of all hosts.
+
+        Args:
+            hosts: Other hosts have clients, but no node yet.
+            prompts: Number of prompts that the clients share. Each has 1 MiB.
+            fresh: Share of the requests that are for a prompt of their own.
+        """
         self.start_directory()
         for host in hosts or self.hosts:
             self.start_node(host)
         self.wait_ready()
         for host in self.hosts:
-            self._start_client(host, f"unix:{self._shm_dir}/raykv-chaos-{host}.sock", prompts)
+            self._start_client(host, f"unix:{self._shm_dir}/raykv-{self._name}-{host}.sock", prompts, fresh)
         stats = self.owners[self.hosts[0]].ask("stats")
-        self._start_client(DIRECTORY, stats["address"], prompts)
+        self._start_client(DIRECTORY, stats["address"], prompts, fresh)
         for client in self.clients.values():
             assert client.receive() == "ready"
 
@@ -95,12 +103,12 @@ class Cluster:
 
     @property
     def _directory_address(self) -> str:
-        return f"{self.network.addresses[DIRECTORY]}:{PORT}"
+        return f"{self.network.addresses[DIRECTORY]}:{self._port}"
 
     def start_node(self, host: str) -> None:
         """Start a host's node. `wait_ready` waits for it."""
         config = {
-            "cluster": "chaos",
+            "cluster": self._name,
             "node_id": host,
             "host": host,  # all hosts of the test share one /dev/shm
             "bind": f"{self.network.addresses[host]}:0",
@@ -109,6 +117,7 @@ class Cluster:
         }
         self.owners[host] = self._child(host, "owner", name=host, config=config, directory=self._directory_address)
         self._starting.append(host)
+        self._known.add(host)
 
     def wait_ready(self) -> None:
         """Wait until the nodes that were started serve."""
@@ -130,8 +139,8 @@ class Cluster:
         owner.ask("stop", unlink=unlink)
         owner.close()
 
-    def _start_client(self, host: str, address: str, prompts: int) -> None:
-        fields = {"seed": f"{self._seed}-{host}", "nbytes": CHUNK_NBYTES, "prompts": prompts}
+    def _start_client(self, host: str, address: str, prompts: int, fresh: float) -> None:
+        fields = {"seed": f"{self._seed}-{host}", "nbytes": CHUNK_NBYTES, "prompts": prompts, "fresh": fresh}
         self.clients[host] = self._child(host, "load", name=host, address=address, **fields)
 
     def start_load(self) -> None:
@@ -145,9 +154,9 @@ class Cluster:
                 os.kill(pid, signal.SIGCONT)
         for child in children:
             child.kill()
-        if self._owns_network:
+        if self._owns:
             self.network.close()
-        shutil.rmtree(self._shm_dir, ignore_errors=True)
+            shutil.rmtree(self._shm_dir, ignore_errors=True)
 
     # -- what may happen --------------------------------------------------------------------------------------------
 
@@ -227,7 +236,7 @@ class Cluster:
         everything = [name for each in names.values() for name in each]
         lacking: dict[str, list[str]] | None = None
         while lacking is None or any(lacking.values()):
-            hits = ask_all(self.clients, "read", names=everything)
+            hits = ask_all(self._readers(), "read", names=everything)
             lacking = {
                 host: [name for name, hit in zip(everything, got, strict=True) if not hit] for host, got in hits.items()
             }
@@ -251,6 +260,9 @@ class Cluster:
             self._require(began_s, within_s, f"{hosts[1]} does not find what {hosts[0]} has stored")
         return time.monotonic() - began_s
 
+    def _readers(self) -> dict[str, Child]:
+        return {host: client for host, client in self.clients.items() if host in self._known}
+
     def _lost(self) -> dict[str, list[int]]:
         """Return the chunks that a node holds and a host does not find, by host.
 
@@ -258,7 +270,7 @@ class Cluster:
         """
         holders = {host: client for host, client in self.clients.items() if host in self.owners}
         held = {chunk for chunks in ask_all(holders, "here").values() for chunk in chunks}
-        found = ask_all(self.clients, "found")
+        found = ask_all(self._readers(), "found")
         held &= {chunk for chunks in ask_all(holders, "here").values() for chunk in chunks}
         return {host: sorted(held.difference(chunks)) for host, chunks in found.items() if held.difference(chunks)}
 

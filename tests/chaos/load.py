@@ -25,8 +25,6 @@ TIMEOUTS_S = (0.1, 0.5, 2.0)
 RETRY_S = 0.2
 CHUNKS = 4
 """Chunks of one prompt."""
-FRESH = 0.15
-"""Share of prompts that nobody has asked for before."""
 PAUSE_S = 0.03
 MOST_PROBLEMS = 20
 LATE_S = 0.05
@@ -70,8 +68,11 @@ class Load:
             other processes had the processors.
     """
 
-    def __init__(self, connect: Callable[[], raykv.Client], *, name: str, seed: str, nbytes: int, prompts: int) -> None:
-        self._connect, self._name, self._nbytes, self._prompts = connect, name, nbytes, prompts
+    def __init__(
+        self, connect: Callable[[], raykv.Client], *, name: str, seed: str, nbytes: int, prompts: int, fresh: float
+    ) -> None:
+        """Use `prompts` prompts again and again. `fresh`: share of prompts that nobody has asked for before."""
+        self._connect, self._name, self._nbytes, self._prompts, self._share = connect, name, nbytes, prompts, fresh
         self._rng = random.Random(seed)
         self._buffers = [np.empty(nbytes, np.uint8) for _ in range(CHUNKS)]
         self._fresh = 0
@@ -124,7 +125,7 @@ class Load:
         """One prompt: match, get the stored prefix, put the rest."""
         rng, timeout_s = self._rng, self._rng.choice(TIMEOUTS_S)
         prompt = f"shared-{min(rng.randrange(self._prompts), rng.randrange(self._prompts))}"
-        if rng.random() < FRESH:
+        if rng.random() < self._share:
             self._fresh += 1
             prompt = f"{self._name}-{self._fresh}"
         names = names_of(prompt)
@@ -185,29 +186,34 @@ class Probe:
         self._client: raykv.Client | None = None
         self._shared = [name for number in range(prompts) for name in names_of(f"shared-{number}")]
 
-    def _connected(self) -> raykv.Client:
+    def _connected(self, space: str = "") -> raykv.Client:
+        """Return the client, for the namespace of the load or another one."""
         if self._client is None:
             self._client = self._connect()
-        return self._client
+        return self._client.using(raykv.Namespace(model=space)) if space else self._client
 
-    def write(self, names: list[str]) -> bool:
+    def write(self, names: list[str], space: str = "") -> bool:
         """Store chunks. Returns whether all are stored."""
         try:
             values = [content(name, self._nbytes) for name in names]
-            done = self._connected().put(names, values, chained=False, timeout_s=0.5)
+            done = self._connected(space).put(names, values, chained=False, timeout_s=0.5)
         except raykv.TransientError:
             return False
         return done.stored + done.existed == len(names)
 
-    def read(self, names: list[str]) -> list[bool]:
+    def read(self, names: list[str], space: str = "") -> list[bool]:
         """Read chunks. Returns which arrived with the right bytes."""
         into = [np.empty(self._nbytes, np.uint8) for _ in names]
         try:
-            hits = self._connected().get(names, into, timeout_s=0.5).hits
+            hits = self._connected(space).get(names, into, timeout_s=0.5).hits
         except raykv.TransientError:
             return [False] * len(names)
         pairs = zip(hits, names, into, strict=True)
         return [hit and np.array_equal(buffer, content(name, self._nbytes)) for hit, name, buffer in pairs]
+
+    def drop(self, space: str) -> int:
+        """Drop a namespace. Returns the number of copies that were dropped."""
+        return self._connected(space).drop_namespace()
 
     def owners(self, names: list[str]) -> list[str]:
         """Return the owner of each chunk in the view of this host."""
@@ -236,7 +242,7 @@ def main() -> None:
     def connect() -> raykv.Client:
         return raykv.connect(SPACE, address=fields["address"], secret=fields["secret"])
 
-    load = Load(connect, **{name: fields[name] for name in ("name", "seed", "nbytes", "prompts")})
+    load = Load(connect, **{name: fields[name] for name in ("name", "seed", "nbytes", "prompts", "fresh")})
     probe = Probe(connect, fields["nbytes"], fields["prompts"])
     thread = threading.Thread(target=load.run)
 
@@ -244,7 +250,7 @@ def main() -> None:
         thread.start()
         return True
 
-    questions = (probe.write, probe.read, probe.owners, probe.here, probe.found)
+    questions = (probe.write, probe.read, probe.drop, probe.owners, probe.here, probe.found)
     serve({"start": start, "report": load.report, **{question.__name__: question for question in questions}})
     load.stop.set()
     if thread.ident is not None:
