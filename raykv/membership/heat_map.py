@@ -14,6 +14,7 @@ from the next heartbeats, within START_S.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -136,17 +137,25 @@ class HeatMap:
         self._orders = {node_id: each.frozen() for node_id, each in orders.items()}
 
     def _hottest(self) -> dict[bytes, _Copies]:
-        """Return the reported prefixes by their heads, the hottest first, at most MAX_PREFIXES."""
-        found: dict[bytes, _Copies] = {}
-        for node_id, (_, report) in self._reports.items():
+        """Return the prefixes that may need replicas by their heads, the hottest first, at most MAX_PREFIXES.
+
+        Nearly all reported prefixes are cold. So the first pass only adds up their loads.
+        """
+        reports = [(node_id, report) for node_id, (_, report) in self._reports.items()]
+        loads: defaultdict[bytes, float] = defaultdict(float)
+        for _, report in reports:
             for prefix in report.prefixes:
-                copies = found.get(prefix.head)
-                if copies is None:
-                    copies = found[prefix.head] = _Copies()
-                copies.load += prefix.load
-                copies.nbytes = max(copies.nbytes, prefix.nbytes)
-                copies.holders[node_id] = prefix
-        return dict(sorted(found.items(), key=lambda each: -each[1].load)[:MAX_PREFIXES])
+                loads[prefix.head] += prefix.load
+        hot = [head for head, load in loads.items() if load >= self._hot / 2]
+        hot = sorted(hot, key=loads.__getitem__, reverse=True)[:MAX_PREFIXES]
+        found = {head: _Copies(loads[head]) for head in hot}
+        for node_id, report in reports:
+            for prefix in report.prefixes:
+                if prefix.head in found:
+                    copies = found[prefix.head]
+                    copies.nbytes = max(copies.nbytes, prefix.nbytes)
+                    copies.holders[node_id] = prefix
+        return found
 
     def _count(self, head: bytes, prefix: _Copies, loads: "_Loads") -> int:
         """Return how many copies a prefix needs; 1 if it needs no replica."""

@@ -76,7 +76,7 @@ class Membership:
         self._timeout_s = member_timeout_s
         self.keyring = keyring
         self._keyring_versions: dict[NodeId, int] = {}
-        self._seen_s: dict[NodeId, float] = {}
+        self._seen_s: dict[NodeId, float] = {}  # in order of time
         self._merged: set[NodeId] = set()  # nodes whose lists of namespaces are merged into `registry`
         self.view = View()
         self.registry = NamespaceRegistry()
@@ -138,6 +138,7 @@ class Membership:
             self._seen_s = {known.node_id: now_s for known in view.members}
         if heartbeat.epoch > self.view.epoch:
             return HeartbeatAnswer(want_view=True)
+        self._seen_s.pop(member.node_id, None)
         self._seen_s[member.node_id] = now_s
         if self.view.member(member.node_id) != member:
             if self.view.member(member.node_id) is None and self.view.members:
@@ -164,11 +165,13 @@ class Membership:
 
     def expire(self, *, now_s: float) -> list[NodeId]:
         """Remove members that sent no heartbeat within the timeout. Return the names of the removed nodes."""
-        silent = [
-            known.node_id
-            for known in self.view.members
-            if now_s - self._seen_s.get(known.node_id, now_s) > self._timeout_s
-        ]
+        silent = []
+        for node_id, seen_s in self._seen_s.items():
+            if now_s - seen_s <= self._timeout_s:
+                break  # all others were seen later
+            silent.append(node_id)
+        for node_id in silent:
+            del self._seen_s[node_id]
         if silent:
             self._publish([known for known in self.view.members if known.node_id not in silent])
         return silent
