@@ -174,10 +174,12 @@ class Stream:
     # -- receiving payloads -----------------------------------------------------------------------------------------
 
     def exactly(self, nbytes: int, deadline_s: float) -> bytes:
-        """Receive exactly `nbytes` bytes."""
-        raw = bytearray(nbytes)
-        self.fill([memoryview(raw)], deadline_s)
-        return bytes(raw)
+        """Receive exactly `nbytes` bytes. Takes memory step by step: a peer may announce more than it sends."""
+        parts = []
+        for first in range(0, nbytes, STEP_NBYTES):
+            parts.append(bytearray(min(STEP_NBYTES, nbytes - first)))
+            self.fill([memoryview(parts[-1])], deadline_s)
+        return b"".join(parts)
 
     def fill(self, run: Sequence[memoryview] | ChunkRun, deadline_s: float) -> None:
         """Fill views in order. The chunks of a ChunkRun are hashed on the way, by compiled code if possible."""

@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ import xxhash
 from raykv.errors import PeerUnavailable
 from raykv.memory import native
 from raykv.protocol import messages
-from raykv.protocol.codec import HEADER, Header, encode
+from raykv.protocol.codec import HEADER, MAX_MESSAGE_NBYTES, VERSION, Header, encode
 from raykv.transport import stream as stream_module
 from raykv.transport.base import ChunkRun
 from raykv.transport.stream import Stream
@@ -237,3 +238,26 @@ def test_waiting_takes_no_time_of_the_processor(ends):
         receiver.fill(run_of([bytearray(5000)]), soon(0.3))
     assert time.thread_time() - before_s < 0.3
     there.close()
+
+
+def test_a_length_that_is_only_announced_takes_no_memory(ends):
+    """A member that announces the longest message and ends must not leave 32 MiB in the heap of each thread."""
+    stream, there = ends
+    there.sendall(HEADER.pack(b"RK", VERSION, 0, 0, 1, MAX_MESSAGE_NBYTES) + bytes(100_000))
+    there.shutdown(socket.SHUT_WR)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PeerUnavailable):
+            stream.message(soon())
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_message_arrives_whole(ends, rng: random.Random):
+    stream, there = ends
+    whole = messages.Adopt(rng.randbytes(5_000_001))
+    sender = threading.Thread(target=there.sendall, args=(encode(whole, 0, 1),))
+    sender.start()
+    assert stream.message(soon())[0] == whole
+    sender.join()
