@@ -55,6 +55,9 @@ log = logging.getLogger(__name__)
 
 UNIX_PATH_MAX: Final = 107
 JOIN_S: Final = 5.0
+FIRST_BEAT_S: Final = 0.5
+"""A node serves after its first heartbeat, which drops chunks of namespaces that were dropped while it was away. If the
+directory does not answer within this time, the node serves without."""
 
 
 class Node:
@@ -134,11 +137,12 @@ class Node:
         self._bug_log = LogLimit(log)
         self._servers: list[SocketServer] = []
         self._threads: list[threading.Thread] = []
+        self._asked = threading.Event()  # set after the first heartbeat
 
     # -- start and stop ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open the sockets, and join the cluster. If the directory does not answer, the heartbeat thread retries.
+        """Open the sockets, join the cluster and serve. If the directory does not answer, the heartbeat thread retries.
 
         Raises:
             ConfigError: The node cannot listen on an address.
@@ -165,10 +169,7 @@ class Node:
             weight=config.storage.arena_nbytes / GIB,
             incarnation=time.time_ns(),
         )
-        for server in self._servers:
-            server.serve()
         self._announcer.resume(self._last_view())
-        self._beat()
         for name, task in {
             "heartbeat": self._beat_until_stopped,
             "announcer": partial(self._announcer.run, self._stopping),
@@ -180,6 +181,9 @@ class Node:
             thread = threading.Thread(target=self._run_task, args=(task,), name=f"raykv-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
+        self._asked.wait(FIRST_BEAT_S)
+        for server in self._servers:
+            server.serve()
 
     def _last_view(self) -> View:
         """Return the view of this node's previous process, with the new entry of this node."""
@@ -216,6 +220,8 @@ class Node:
                 self.failure = error
 
     def _beat_until_stopped(self) -> None:
+        self._beat()
+        self._asked.set()
         while not self._stopping.wait(self.config.heartbeat_s):
             self._check_table()
             self._beat()

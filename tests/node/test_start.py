@@ -1,20 +1,25 @@
 """A node of any size answers at once, because it populates and reads little memory before its first answer."""
 
 import os
+import threading
 import time
+from collections.abc import Callable
+from contextlib import closing, suppress
 
 import pytest
 
 from raykv.config import ClusterConfig, NodeConfig, StorageConfig
 from raykv.embedded import InProcessMembership
-from raykv.errors import ConfigError
+from raykv.errors import ConfigError, PeerUnavailable
 from raykv.memory import arena
 from raykv.memory.arena import sized_by_share
 from raykv.node import reclaimer
 from raykv.node.node import Node
 from raykv.node.reclaimer import QUIET_S
 from raykv.protocol import messages
+from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
 from raykv.transport.link import Link
+from tests.support.nodes import SPACE, Peer, keys_of, wait_until
 
 MIB, GIB = 1 << 20, 1 << 30
 FIRST_ANSWER_NBYTES = 160 * MIB
@@ -123,3 +128,69 @@ def wait_for_memory(node: Node, nbytes: int) -> None:
 def taken_nbytes(node: Node) -> int:
     """Bytes of the arena that are backed by memory."""
     return os.stat(node.store.arena.path).st_blocks * 512
+
+
+class Held(InProcessMembership):
+    """A directory that calls `meanwhile` while it has a heartbeat in hand."""
+
+    def __init__(self) -> None:
+        super().__init__(member_timeout_s=60.0)
+        self.meanwhile: Callable[[Heartbeat], object] = lambda heartbeat: None
+
+    def beat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
+        self.meanwhile(heartbeat)
+        return super().beat(heartbeat)
+
+
+def read(address: str, name: str, timeout_s: float) -> bytes:
+    """Return the length of a chunk at a node, as an encoded number."""
+    deadline_s = time.monotonic() + timeout_s
+    with closing(Link.connect(address, b"s", deadline_s=deadline_s)) as link:
+        return link.call(messages.Read(keys_of([name])), deadline_s=deadline_s).nbytes
+
+
+def test_a_node_that_was_away_serves_nothing_that_was_dropped_meanwhile(shm_dir):
+    """Its memory still has the chunk. It must not serve it before its first heartbeat, which brings the drop."""
+    directory = Held()
+    config = NodeConfig(node_id="n", storage=StorageConfig(arena_nbytes=32 * MIB, shm_dir=shm_dir))
+    node = Node(config, secret=b"s", membership=directory)
+    node.start()
+    peer = Peer(node).open()
+    peer.commit(peer.filled(["old"], 4096))
+    peer.close()
+    assert read(node.member.address, "old", 5.0) != bytes(4)
+    node.stop()
+    directory.configure(messages.Configure(SPACE.group.model_dump_json().encode(), None))
+
+    answers = []
+
+    def try_to_read(heartbeat: Heartbeat) -> None:
+        directory.meanwhile = lambda heartbeat: None
+        with suppress(PeerUnavailable):
+            answers.append(read(heartbeat.member.address, "old", 0.1))
+
+    directory.meanwhile = try_to_read
+    node = Node(config, secret=b"s", membership=directory)
+    node.start()
+    try:
+        assert answers == []
+        assert read(node.member.address, "old", 5.0) == bytes(4)
+    finally:
+        node.stop(unlink=True)
+
+
+def test_a_node_serves_although_the_directory_hangs(shm_dir):
+    directory, end = Held(), threading.Event()
+    directory.meanwhile = lambda heartbeat: end.wait(20.0)
+    config = NodeConfig(node_id="n", storage=StorageConfig(arena_nbytes=32 * MIB, shm_dir=shm_dir))
+    node = Node(config, secret=b"s", membership=directory)
+    try:
+        node.start()
+        assert not end.is_set()
+        assert read(node.member.address, "none", 5.0) == bytes(4)
+        assert not directory.logic.view.members
+        end.set()
+        wait_until(lambda: directory.logic.view.members)
+    finally:
+        end.set()
+        node.stop(unlink=True)
