@@ -57,6 +57,7 @@ class Cluster:
         self.overruns_s = [0.0, 0.0]
         self._probes = 0
         self._starting: list[str] = []
+        self._client_fields: dict[str, tuple[str, int, float]] = {}
         self._known = {DIRECTORY}  # hosts whose clients can connect, because they have or had a node
         self.network = beneath.network if beneath else Network([*hosts, DIRECTORY])
         self._port = PORT if beneath is None else PORT + 1
@@ -141,7 +142,21 @@ class Cluster:
 
     def _start_client(self, host: str, address: str, prompts: int, fresh: float) -> None:
         fields = {"seed": f"{self._seed}-{host}", "nbytes": CHUNK_NBYTES, "prompts": prompts, "fresh": fresh}
+        self._client_fields[host] = address, prompts, fresh
         self.clients[host] = self._child(host, "load", name=host, address=address, **fields)
+
+    def restart_client(self, host: str) -> None:
+        """Kill the client process of a host, which holds leases, and start another one."""
+        self.collect()
+        self.clients[host].kill()
+        self._start_client(host, *self._client_fields[host])
+        assert self.clients[host].receive() == "ready"
+        self.clients[host].ask("start")
+
+    def stop_clients(self) -> None:
+        """Let all clients end in order."""
+        while self.clients:
+            self.clients.popitem()[1].close()
 
     def start_load(self) -> None:
         ask_all(self.clients, "start")

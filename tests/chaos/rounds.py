@@ -3,8 +3,9 @@
 import os
 import random
 import signal
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -44,8 +45,13 @@ class Event:
         return " ".join(filter(None, [*parts, f"{self.lasts_s:.1f} s" if self.lasts_s else ""]))
 
 
-def plan(seed: int, hosts: list[str], *, longest_s: float = LONGEST_S) -> Iterator[Event]:
-    """Yield events without end. At most one host is without a node: the round after next brings it back."""
+def plan(seed: int, hosts: list[str], *, longest_s: float = LONGEST_S, mortal: Sequence[str] = ()) -> Iterator[Event]:
+    """Yield events without end. At most one host is without a node: the round after next brings it back.
+
+    Args:
+        longest_s: A fault lasts at most this long.
+        mortal: Only nodes of these hosts are killed, drained or joined; empty: those of all hosts.
+    """
     rng, away = random.Random(seed), ""
     absent = 0
     deck: list[str] = []
@@ -58,9 +64,11 @@ def plan(seed: int, hosts: list[str], *, longest_s: float = LONGEST_S) -> Iterat
         if not deck:
             deck = rng.sample(KINDS, len(KINDS))  # each kind once, in random order
         kind = deck.pop()
-        host = rng.choice([each for each in hosts if each != away])
-        if kind == "move" and away:
+        ends = kind in ("kill", "kill_supervisor", "move")
+        choice = [each for each in (mortal if ends and mortal else hosts) if each != away]
+        if not choice or (kind == "move" and away):
             continue
+        host = rng.choice(choice)
         if kind == "move":
             away, absent = host, 0
             yield Event("drain", host)
@@ -123,6 +131,20 @@ class Rounds:
         )
         for problem in problems[:5]:
             self._log(f"    {problem}")
+
+    def summary(self) -> str:
+        """Return the sums of all rounds, in one line."""
+        results, overruns_s = self._cluster.results, self._cluster.overruns_s
+        operations = sum(results[name] for name in ("match", "get", "put", "flush", "exists", "locate"))
+        median_s, found_s = statistics.median(self.converged_s), max(self.found_s, default=0.0)
+        chunks = ", ".join(f"{results[name]} {name}" for name in ("hit", "missed", "stored", "skipped"))
+        return (
+            f"{len(self.converged_s)} rounds, {operations} operations; chunks: {chunks}; "
+            f"converged in {median_s:.2f} s (median), {max(self.converged_s):.2f} s (worst); "
+            f"found during faults in {found_s:.2f} s (worst of {len(self.found_s)}); "
+            f"worst overrun {1e3 * overruns_s[0]:.0f} ms, {1e3 * overruns_s[1]:.0f} ms without other processes; "
+            f"{len(self.failures)} failures"
+        )
 
     def _happen(self, event: Event) -> None:
         if not event.lasts_s:

@@ -1,7 +1,6 @@
 """Run rounds of faults, and print what happened: `python -m tests.chaos.run --seed 7 --rounds 100`."""
 
 import argparse
-import statistics
 import sys
 import time
 from itertools import islice
@@ -26,17 +25,7 @@ def run(seed: int, rounds: int, *, longest_s: float = LONGEST_S) -> Rounds:
             done.run(number, event)
     finally:
         cluster.close()
-    results, overruns_s = cluster.results, cluster.overruns_s
-    operations = sum(results[name] for name in ("match", "get", "put", "flush", "exists", "locate"))
-    print(
-        f"seed {seed}: {rounds} rounds in {time.monotonic() - began_s:.0f} s, {operations} operations, "
-        f"{results['hit']} hits, {results['missed']} misses, {results['stored']} stored, {results['skipped']} skipped; "
-        f"converged in {statistics.median(done.converged_s):.2f} s (median), {max(done.converged_s):.2f} s (worst); "
-        f"found during faults in {max(done.found_s, default=0.0):.2f} s (worst of {len(done.found_s)}); "
-        f"worst overrun {1e3 * overruns_s[0]:.0f} ms, {1e3 * overruns_s[1]:.0f} ms without other processes; "
-        f"{len(done.failures)} failures",
-        flush=True,
-    )
+    print(f"seed {seed}, {time.monotonic() - began_s:.0f} s: {done.summary()}", flush=True)
     return done
 
 
