@@ -44,8 +44,13 @@ def test_policies_and_capacity_runs_as_it_is() -> None:
     run("02_policies_and_capacity.ipynb")
 
 
+def test_ring_and_heat_runs() -> None:
+    run("03_ring_and_heat.ipynb")
+
+
 def test_every_notebook_is_run() -> None:
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
         "01_quickstart.ipynb",
         "02_policies_and_capacity.ipynb",
+        "03_ring_and_heat.ipynb",
     }
