@@ -125,13 +125,18 @@ def test_a_node_returns_with_an_old_arena(cluster: Cluster):
 
     cluster.start_node("h4")
     found: Counter[str] = Counter()
-    while cluster.unsettled():
+
+    def read_dropped() -> None:
         for host in (*HOSTS[:3], DIRECTORY):
             found[host] += sum(others[host].ask("read", names=dropped, space="dropped"))
-        if cluster.owners["h4"].has_answer():
-            cluster.wait_ready()
-    for host in (*HOSTS, DIRECTORY):
-        found[host] += sum(others[host].ask("read", names=dropped, space="dropped"))
+
+    while not cluster.owners["h4"].has_answer():  # from before its start until it has joined
+        read_dropped()
+    cluster.wait_ready()
+    while cluster.unsettled():
+        read_dropped()
+    read_dropped()
+    found["h4"] += sum(others["h4"].ask("read", names=dropped, space="dropped"))
     assert found.total() == 0, found
     cluster.converge(5.0)
     assert not any(misses(cluster).values()), "the other chunks of the old arena are there"

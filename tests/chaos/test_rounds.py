@@ -28,7 +28,7 @@ def test_a_plan_is_a_function_of_its_seed_and_has_every_kind(seed: int):
 @network
 @pytest.mark.slow
 def test_the_cluster_survives_rounds_of_faults(seed: int):
-    assert run(seed % 1000, 11).failures == []
+    assert run(seed % 1000, 8).failures == []
 
 
 @network
