@@ -45,6 +45,7 @@ class Cluster:
     ) -> None:
         """Make the network, and start nothing. `beneath`: share the hosts and their files with this cluster."""
         self._name, self._owns = name, beneath is None
+        self.network = beneath.network if beneath else Network([*hosts, DIRECTORY])
         self._shm_dir = beneath._shm_dir if beneath else Path(tempfile.mkdtemp(prefix="raykv-chaos-", dir="/dev/shm"))
         self._secret, self._seed = secrets.token_hex(32), seed
         self._storage = {"arena_nbytes": ARENA_NBYTES, "extent_nbytes": 4 << 20, "shm_dir": str(self._shm_dir)}
@@ -59,7 +60,6 @@ class Cluster:
         self._starting: list[str] = []
         self._client_fields: dict[str, tuple[str, int, float]] = {}
         self._known = {DIRECTORY}  # hosts whose clients can connect, because they have or had a node
-        self.network = beneath.network if beneath else Network([*hosts, DIRECTORY])
         self._port = PORT if beneath is None else PORT + 1
 
     # -- processes --------------------------------------------------------------------------------------------------
