@@ -60,7 +60,8 @@ class HeatMeter:
     def update(self, columns: Columns, replicas: Rows, *, now_s: float) -> None:
         """Compute the rates from the counted reads. `replicas`: rows of the replicas on this node."""
         passed_s, self._updated_s = now_s - self._updated_s, now_s
-        counted, self._counted, self._waiting = self._counted, [], 0
+        nothing = np.empty(0, np.int32), np.empty(0, np.uint32)
+        counted, self._counted, self._waiting = [nothing, *self._counted], [], 0
         local = self._reads_of(columns, replicas)
         if not 0 < passed_s < math.inf:
             return
@@ -70,7 +71,8 @@ class HeatMeter:
         parts = [(known.rows, known.generations, decay * known.rates)]
         parts.append((replicas, columns.generation[replicas], gain * local))
         # The frequency of a replica counts the reads that were sent, too.
-        parts += [(rows, numbers, np.where(np.isin(rows, replicas), 0.0, gain)) for rows, numbers in counted]
+        sent, numbers = (np.concatenate(column) for column in zip(*counted, strict=True))
+        parts.append((sent, numbers, np.where(np.isin(sent, replicas), 0.0, gain)))
         rows, generations, rates = (np.concatenate(column) for column in zip(*parts, strict=True))
         fresh = len(known.rows)
         self.load = decay * self.load + float((rates[fresh:] * columns.nbytes[rows[fresh:]]).sum())
