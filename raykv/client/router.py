@@ -215,6 +215,8 @@ class Router:
         shares, now = view.ring.shares(keys), self._view
         if view is now:
             return shares
+        if not now.members:
+            return {}
         owners = np.array(now.ring.nodes)[now.ring.owners(keys)].tolist()
         return {
             name: changed

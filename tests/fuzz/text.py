@@ -202,7 +202,7 @@ def hints(data: bytes) -> None:
 
 
 def supervised() -> list[bytes]:
-    spec = NodeSpec(NodeConfig(node_id="n").model_dump(mode="json"), "5e" * 32, "127.0.0.1:1")
+    spec = NodeSpec(NodeConfig(node_id="n").model_dump(mode="json"), "5e" * 32, "127.0.0.1:1", "5f" * 32)
     return [b"\0" + msgspec.json.encode(spec), b"\1" + msgspec.json.encode(NodeReport(3, "unix:/a"))]
 
 

@@ -50,17 +50,19 @@ class Attacker:
         """Return the bytes of a client in a whole handshake."""
         nonce = b"n" * 32
         with raw_socket(self._address) as connection:
-            connection.sendall(handshake.greeting(nonce))
-            theirs = handshake.read_greeting(connection.recv(handshake.GREETING.size, socket.MSG_WAITALL))
             secret = self._secret if self._sealed else b""
+            hello = handshake.greeting(nonce) + handshake.key_id(secret)
+            connection.sendall(hello)
+            theirs = handshake.read_greeting(connection.recv(handshake.GREETING.size, socket.MSG_WAITALL))
             proof = handshake.proof(secret, "asking", nonce, theirs)
             connection.recv(handshake.PROOF_NBYTES, socket.MSG_WAITALL)
             connection.sendall(proof)
             assert connection.recv(1) == b"\1"
-        return handshake.greeting(nonce) + proof
+        return hello + proof
 
     def _stranger(self) -> None:
-        rng, hello = self._rng, handshake.greeting(self._rng.randbytes(32))
+        rng, key_id = self._rng, handshake.key_id(self._secret)
+        hello = handshake.greeting(rng.randbytes(32)) + rng.choice([key_id, rng.randbytes(len(key_id))])
         kinds = {
             "garbage": rng.randbytes(rng.choice([1, 39, 200, 5000])),
             "half handshake": hello[: rng.randrange(len(hello))],

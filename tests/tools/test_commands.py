@@ -113,7 +113,7 @@ def test_status_shows_the_namespaces(running):
 
 def test_status_says_why_an_arena_does_not_grow(running):
     node = {**running.nodes[0].stats(), "member": True}
-    status = {"name": "c", "epoch": 1, "directory": {"pid": 1}, "nodes": {"n": node}}
+    status = {"name": "c", "epoch": 1, "directory": {"pid": 1}, "secret": {"stage": "steady"}, "nodes": {"n": node}}
     assert node["memory_refused"] == ""
     assert len(_table(status).splitlines()) == 4  # cluster, node, two lines of namespaces
     node["memory_refused"] = "the limit is near"
