@@ -186,10 +186,18 @@ class Router:
     def refresh(self, deadline_s: float) -> View:
         """Fetch the view from the first node that answers: see `ask_any`.
 
+        If this host's node has an older view than other nodes, because it does not reach the directory, ask these.
+
         Raises:
             TransientError: No node answers.
         """
         view = expect(messages.ViewIs, self.ask_any(messages.GetView(), deadline_s)).view
+        if view.epoch < self.pool.epoch:
+            try:
+                other = expect(messages.ViewIs, self.ask_any(messages.GetView(), deadline_s, here=False)).view
+                view = max(view, other, key=lambda each: each.epoch)
+            except TransientError:
+                pass
         if view.epoch > self._view.epoch:
             self._view_before, self._view_changed_s, self._view = self._view, time.monotonic(), view
             self.pool.retain({self._address, *(address for m in view.members for address in m.endpoints.values())})
@@ -226,8 +234,8 @@ class Router:
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
-    def ask_any(self, request: messages.Message, deadline_s: float) -> messages.Answer:
-        """Ask this host's node, then other nodes one after the other, until one answers.
+    def ask_any(self, request: messages.Message, deadline_s: float, *, here: bool = True) -> messages.Answer:
+        """Ask this host's node, if `here`, then other nodes one after the other, until one answers.
 
         Raises:
             UsageError: A node refuses the request.
@@ -235,9 +243,10 @@ class Router:
         """
         # The configured address is tried last, because the node at this address may have left long ago.
         given = [] if self._address.startswith("unix:") else [self._address]
-        addresses = dict.fromkeys([*(member.address for member in self._view.members), *given])
+        others = [member for member in self._view.members if here or member.node_id != self.local_id]
+        addresses = dict.fromkeys([*(member.address for member in others), *given])
         calls = [partial(self.ask, address, request) for address in addresses]
-        if self.local is not None:
+        if here and self.local is not None:
             calls.insert(0, partial(self.local.call, request))
         problem = "no address to ask"
         for number, call in enumerate(calls, start=1):

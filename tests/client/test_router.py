@@ -246,3 +246,25 @@ def test_a_match_says_lengths_here_and_elsewhere():
         match = client.match(["a", "b", "c"])
         assert (match.nbytes, match.below_memory) == ((100, 200, 300), 0)
         assert match.holders == ("node-0", "node-0", "node-1")
+
+
+def test_a_client_whose_node_does_not_reach_the_directory_learns_the_view_from_others(monkeypatch):
+    with cluster(2) as running:
+        client = running.client(SPACE, node=0)
+        beat = running.membership.beat
+
+        def cut_off(heartbeat):
+            if heartbeat.member.node_id == "node-0":
+                raise PeerUnavailable("cut off")
+            return beat(heartbeat)
+
+        monkeypatch.setattr(running.membership, "beat", cut_off)
+        number = running.add()
+        newest = running.membership.logic.view.epoch
+        wait_until(lambda: running.nodes[1].view.epoch == newest)
+        assert running.nodes[0].view.epoch < newest
+        put(running.client(SPACE, node=number), names(20))
+        wait_until(lambda: running.nodes[number].announced)
+        wait_until(lambda: get(client, names(20)).prefix == 20)  # an answer of another node shows the newer epoch
+        assert client.router.view(time.monotonic() + 5.0).epoch == newest
+        assert running.nodes[0].view.epoch < newest
