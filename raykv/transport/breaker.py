@@ -39,7 +39,8 @@ class Breaker:
 
     Closed: all requests may go to the peer. A failed call, or SLOW_CALLS slow calls in a row, open the breaker. Open:
     no request may go for a pause. Half-open: after the pause one request at a time may go, as a probe. A good probe
-    closes the breaker, a bad one opens it for a longer pause. If the peer was slow, only a fast read is a good probe.
+    closes the breaker, a bad one opens it for a longer pause. If the peer was slow, a probe that is too small to show a
+    rate closes the breaker too, but the next slow call opens it again, for a longer pause.
     """
 
     def __init__(self, pause_s: float, rng: random.Random) -> None:
@@ -71,6 +72,8 @@ class Breaker:
         half_open, self._probing = self._opened_until_s is not None, False
         if verdict is Verdict.FAST or (verdict is Verdict.ALIVE and not self._slow):
             self._opened_until_s, self._trips, self._slow = None, 0, 0
+        elif verdict is Verdict.ALIVE and half_open:
+            self._opened_until_s, self._slow = None, SLOW_CALLS - 1
         elif verdict is Verdict.SLOW:
             self._slow += 1
             if half_open or self._slow >= SLOW_CALLS:

@@ -99,12 +99,29 @@ def test_slow_calls_in_a_row_open_it_and_a_fast_one_between_does_not(rng):
 
 @pytest.mark.parametrize(
     ("verdict", "closes"),
-    [(Verdict.ALIVE, False), (Verdict.SLOW, False), (Verdict.FAILED, False), (Verdict.FAST, True)],
+    [
+        (Verdict.ALIVE, True),
+        (Verdict.NONE, False),
+        (Verdict.SLOW, False),
+        (Verdict.FAILED, False),
+        (Verdict.FAST, True),
+    ],
 )
-def test_a_slow_peer_is_not_back_before_a_fast_read(rng, verdict, closes):
+def test_a_slow_peer_is_back_after_a_probe_that_is_not_slow(rng, verdict, closes):
     breaker = opened(rng, Verdict.SLOW)
     call(breaker, verdict, PAUSE_S)
     assert (breaker.pause_s(PAUSE_S) is None) == closes
+
+
+def test_after_a_small_probe_one_slow_call_opens_the_breaker_of_a_slow_peer_again(rng):
+    breaker = opened(rng, Verdict.SLOW)
+    call(breaker, Verdict.ALIVE, PAUSE_S)
+    assert all(breaker.begin(PAUSE_S) is not None for _ in range(5)), "requests go again, also at the same time"
+    call(breaker, Verdict.SLOW, PAUSE_S)
+    assert not breaker.admits(2 * PAUSE_S), "the pause is longer than the first"
+    call(breaker, Verdict.FAST, 4 * PAUSE_S)
+    call(breaker, Verdict.SLOW, 4 * PAUSE_S)
+    assert breaker.admits(4 * PAUSE_S)
 
 
 def test_without_a_pause_it_never_opens(rng):
