@@ -34,7 +34,7 @@ GROW: Final = 1.1
 """It rises only when the load needs more than this multiple of them."""
 SLACK: Final = 0.1
 """A node whose load is above the mean by more than this share is relieved."""
-PAYS_S: Final = 10.0
+PAYS_S: Final = 5.0
 MAX_PREFIXES: Final = 4096
 """At most this many prefixes get replicas: those with the highest load."""
 FAN_OUT: Final = 3
