@@ -323,7 +323,8 @@ def test_the_secret_is_rotated_under_load_and_outlives_the_processes(local_ray, 
                 while thread.is_alive():
                     into = [bytearray(5000), bytearray(5000)]
                     result = there.get(["a", "b"], into)
-                    assert (result.hits, set(result.nbytes_by_path)) == ((True, True), {"tcp"})
+                    assert result.hits == (True, True)
+                    assert "tcp" in result.nbytes_by_path
                     reads += 1
                 thread.join()
                 assert words in said[-1]
@@ -350,7 +351,7 @@ def test_the_secret_is_rotated_under_load_and_outlives_the_processes(local_ray, 
 def test_stop_leaves_nothing_and_says_so_when_there_is_nothing(local_ray):
     raykv.cluster.start(name="test", storage=STORAGE, separate_hosts=True)
     pids = [node["pid"] for node in raykv.cluster.status("test")["nodes"].values()]
-    assert len(memory_files()) == 6  # table, arena and socket of two nodes
+    assert len(memory_files()) == 8  # table, arena, socket and view of two nodes
     assert raykv.cluster.stop("test")
     assert memory_files() == set()
     wait_for("the processes end", lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
