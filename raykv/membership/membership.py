@@ -18,7 +18,7 @@ from raykv.protocol import codec
 from raykv.protocol.keyring import SECRET_NBYTES, Keyring, Stage
 from raykv.protocol.messages import Configure, Heartbeat, HeartbeatAnswer
 from raykv.protocol.namespace import Namespace
-from raykv.protocol.placement import Member, View
+from raykv.protocol.placement import RESTART_EPOCHS, Member, View
 from raykv.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 HOT_NBYTES_PER_S: Final = 16e6
 """A prefix gets replicas only if at least this many bytes of it are read per second. One core can send 100 times as
 many."""
-MAX_EPOCH: Final = 1 << 32
+MAX_EPOCH: Final = (1 << 32) - (1 << 20)
 """Views with a greater epoch are not adopted from a node: no honest node has one, and messages could not carry later
 epochs."""
 
@@ -56,8 +56,8 @@ class Membership:
     """The logic of the directory. It has no clock and no lock: callers pass the time and hold a lock.
 
     Attributes:
-        view: The list of members. Each change increases the view's epoch. After a restart, the directory continues from
-            the epoch of the view that it adopts.
+        view: The list of members. Each change increases the view's epoch. After a restart, the directory adopts a
+            node's view, with a greater epoch.
         registry: The list of namespaces that were configured or dropped.
         heat: The load of the members, and the replicas that it needs.
         keyring: The cluster's secrets. None: the nodes do not get them from here.
@@ -134,7 +134,7 @@ class Membership:
     def _update_view(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatAnswer:
         member, view = heartbeat.member, heartbeat.view
         if view is not None and self.view.epoch < view.epoch <= MAX_EPOCH:
-            self.view = view
+            self.view = View(view.epoch + RESTART_EPOCHS, view.members)
             self._seen_s = {known.node_id: now_s for known in view.members}
         if heartbeat.epoch > self.view.epoch:
             return HeartbeatAnswer(want_view=True)

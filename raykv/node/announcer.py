@@ -19,7 +19,7 @@ from raykv.errors import RayKVError, TransientError
 from raykv.node.location_index import LocationIndex
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import pack_bits
-from raykv.protocol.placement import LEARN_S, Member, View, owner_changed
+from raykv.protocol.placement import LEARN_S, Member, View, is_next, owner_changed
 from raykv.protocol.reasons import Place
 from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
@@ -144,7 +144,7 @@ class Announcer:
         old, self.view = self.view, view
         # The new view is already set, so chunks that are stored after this line are announced to their new owners.
         keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])
-        if old.members and view.epoch <= old.epoch + 1:  # otherwise a view was missed, so announce all keys
+        if is_next(old, view):  # otherwise a view was missed, so announce all keys
             keys = keys[owner_changed(old, view, keys)]
         self.announce(keys)
         self._adopting = False

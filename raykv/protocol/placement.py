@@ -29,6 +29,9 @@ MemberId: TypeAlias = Annotated[NodeId, msgspec.Meta(max_length=64)]
 LEARN_S: Final = 3.0
 """For this long after a change of the view, the old owners of keys still answer, because the new owners do not know all
 holders yet. Holders announce their chunks to new owners at their next heartbeat."""
+RESTART_EPOCHS: Final = 4096
+"""A directory that starts adopts a node's view, with an epoch that is greater by this number. Its predecessor may have
+published later views, and the node may have changed its own entry. So no two views have the same epoch."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -78,6 +81,11 @@ class View(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def _by_id(self) -> dict[NodeId, Member]:
         return {member.node_id: member for member in self.members}
+
+
+def is_next(old: View, new: View) -> bool:
+    """Whether the directory has published no other view between these two, judged by their epochs."""
+    return bool(old.members) and new.epoch - old.epoch in (0, 1, RESTART_EPOCHS)
 
 
 def owner_changed(old: View, new: View, keys: KeyArray) -> Bits:

@@ -11,7 +11,7 @@ from raykv.node.location_index import Location, LocationIndex, left_to_others
 from raykv.node.prefixes import Prefixes
 from raykv.node.replicas import MAX_WAITING
 from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
-from raykv.protocol.placement import Member, View, owner_changed
+from raykv.protocol.placement import Member, View, is_next, owner_changed
 from raykv.simulation.counters import Counters
 from raykv.simulation.memory import Memory
 from raykv.simulation.network import Network
@@ -129,7 +129,7 @@ class SimNode:
             mine = view.ring.nodes.index(self.name)
             self.index.follow_view(nodes=frozenset(view.ring.nodes), owned=lambda keys: view.ring.owners(keys) == mine)
         chunks = np.array([*self.memory.row_of], np.int64)
-        if old.members and view.epoch == old.epoch + 1:
+        if is_next(old, view):
             chunks = chunks[owner_changed(old, view, self.chunks.keys[chunks])]
         self.counters.announced_again += len(chunks)
         self.announce(chunks.tolist())

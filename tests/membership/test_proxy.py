@@ -15,7 +15,7 @@ from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.protocol.messages import Configure, Heartbeat, HeartbeatAnswer
 from raykv.protocol.namespace import Namespace
-from raykv.protocol.placement import Member, View
+from raykv.protocol.placement import RESTART_EPOCHS, Member, View
 from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
 from tests.support.protocol import change
@@ -71,10 +71,11 @@ def test_heartbeats_and_their_answers_pass_unchanged(directory, address):
     assert first == HeartbeatAnswer(View(1, (MEMBER,)))
     assert asked.beat(Heartbeat(MEMBER, 1)) == HeartbeatAnswer()
     assert asked.beat(Heartbeat(MEMBER, 9)) == HeartbeatAnswer(want_view=True)
-    assert asked.beat(Heartbeat(MEMBER, 9, View(9, (MEMBER,)))) == HeartbeatAnswer()
+    adopted = View(9 + RESTART_EPOCHS, (MEMBER,))
+    assert asked.beat(Heartbeat(MEMBER, 9, View(9, (MEMBER,)))) == HeartbeatAnswer(adopted)
     registry = NamespaceRegistry()
     registry.configure(SPACE, {"priority": 3}, now_ns=1)
-    answer = asked.beat(Heartbeat(MEMBER, 9, None, registry.version, registry.encode()))
+    answer = asked.beat(Heartbeat(MEMBER, adopted.epoch, None, registry.version, registry.encode()))
     assert directory.logic.registry.entries.keys() == registry.entries.keys()
     assert answer == HeartbeatAnswer()
     asked.leave("a")

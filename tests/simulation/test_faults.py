@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from raykv.node.prefixes import UNLISTED_S
+from raykv.protocol.placement import RESTART_EPOCHS
 from raykv.simulation import Chunks, Cluster, Workload, hot_root
 from raykv.simulation.cluster import MEMBER_TIMEOUT_S
 from raykv.simulation.node import HEARTBEAT_S
@@ -155,7 +156,7 @@ def test_the_directory_restarts_empty(seed: int):
     before = cluster.counters.copy()
     cluster.restart_directory()
     assert agree(cluster) < 3.0
-    assert cluster.directory.view.epoch == epoch, "it has adopted the nodes' view"
+    assert cluster.directory.view.epoch == epoch + RESTART_EPOCHS, "it has adopted the nodes' view"
     cluster.run(cluster.network.now_s + UNLISTED_S + 3)
     assert copies <= cluster.holders(0), "it has learned which replicas are needed before they were deleted"
     assert (cluster.counters - before).announced_again == 0
