@@ -98,8 +98,9 @@ class Soak:
         for number, event in enumerate(plan(seed, HOSTS, mortal=MORTAL), start=1):
             self.rounds.run(number, event)
             self.sample()
-            if number % CLIENT_EVERY == 0:
-                self._cluster.restart_client(HOSTS[number // CLIENT_EVERY % len(HOSTS)])
+            host = HOSTS[number // CLIENT_EVERY % len(HOSTS)]
+            if number % CLIENT_EVERY == 0 and host in self._cluster.owners:  # others could not connect to a node
+                self._cluster.restart_client(host)
             while time.monotonic() < self._next_s:
                 time.sleep(0.1)
             if time.monotonic() - self._began_s >= seconds:
