@@ -142,6 +142,7 @@ def test_a_node_returns_with_an_old_arena(cluster: Cluster):
     assert not any(misses(cluster).values()), "the other chunks of the old arena are there"
 
 
+@pytest.mark.soak
 def test_two_clusters_on_the_same_hosts(cluster: Cluster, seed: int):
     """They have the same hosts and directory of files, and other names and secrets."""
     other = Cluster(HOSTS, seed=seed + 1, name="other", beneath=cluster)

@@ -82,7 +82,7 @@ def test_at_the_traces_own_rate_copying_costs_next_to_nothing(seed: int, trace: 
     assert done.copied < done.sent / 50
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_root_in_every_request_on_1024_nodes(seed: int):
     """Asked for: max/mean load at most 2.0, with at most 550 copies of the root. Window: 9 s, 18 requests a node."""
     work = hot_root(requests_per_s=2048, seconds=14, sessions=6000, documents=2000, nbytes=NBYTES, seed=seed)
