@@ -1,5 +1,6 @@
 """The cluster on real Ray. Two Ray nodes on this machine count as two hosts. Actors are killed with SIGKILL."""
 
+import itertools
 import json
 import os
 import random
@@ -156,6 +157,41 @@ def test_a_killed_node_comes_back_with_what_was_committed(cluster, which):
         wait_for("writes go on", lambda: here.put(["b"], [b"z" * 5000]).stored == 1)
         wait_for("the other node finds it again", lambda: there.get(["a"], [into]).hits == (True,))
         assert into == b"x" * 5000
+
+
+def test_a_node_that_is_paused_leaves_the_view_and_returns(local_ray):
+    """Calls of the other host go on meanwhile: with misses, but without errors or wrong bytes."""
+    with running(member_timeout_s=1.5) as cluster:
+        mine, (here, there) = clients(cluster)
+        (other,) = set(cluster["nodes"]) - {mine}
+        pid, names, into = cluster["nodes"][other]["pid"], [str(number) for number in range(40)], bytearray(5000)
+
+        def members() -> int:
+            return len(here.view().members)
+
+        def turn() -> None:
+            name = f"t-{next(turns)}"
+            assert here.put([name], [name.encode().ljust(5000)], timeout_s=0.5).stored == 1
+            for each in (name, random.choice(names)):
+                if here.get([each], [into], timeout_s=0.5).hits[0]:
+                    assert into == each.encode().ljust(5000)
+
+        turns = itertools.count()
+        with here, there:
+            assert there.put(names, [name.encode().ljust(5000) for name in names], chained=False).stored == 40
+            wait_for("the owners know them", lambda: all(here.exists(names)))
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                wait_for("the node leaves the view", lambda: turn() or members() == 1)
+                for _ in range(20):
+                    turn()
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            wait_for("it is a member again", lambda: turn() or members() == 2)
+            wait_for("its chunks are found", lambda: turn() or all(here.get([each], [into]).hits[0] for each in names))
+            assert raykv.cluster.status("test")["nodes"][other]["pid"] == pid, "it was not restarted"
+            stored = [f"t-{number}" for number in range(next(turns))]
+            wait_for("it finds what was stored meanwhile", lambda: all(there.exists(stored)))
 
 
 def test_an_upgrade_under_load_keeps_every_chunk_and_reads_never_stop(cluster):
