@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
+from raykv.errors import DamagedError
 from raykv.memory.free_rows import lazy_zeros
 from raykv.types import Rows
 
@@ -128,13 +129,17 @@ class Slots:
     def take(self, rows: Rows, size: int) -> Pages:
         """Give a slot of `size` to each row, or to the first rows if too few slots are free.
 
-        Returns the first page of each slot that was given.
+        Returns the first page of each slot that was given. Raises DamagedError if another process has overwritten the
+        slot size of an extent.
         """
         parts, step, done = [np.empty(0, np.int64)], size // SLOT_ALIGNMENT_NBYTES, 0
         while done < len(rows) and (extent := self._open_extent(size)) >= 0:
             start = extent * self._extent_pages
             row_at = self._row_at[start : start + self._extent_nbytes // size]
             free = np.flatnonzero(row_at == 0)[: len(rows) - done]
+            if not free.size:  # `_count_taken` did not notice that the extent is full
+                del self._open[size][extent]
+                raise DamagedError(f"the slot size of extent {extent} was overwritten; restart the node")
             parts.append(start + free * step)
             row_at[free] = rows[done : done + len(free)] + 1
             self._used[extent] += len(free)

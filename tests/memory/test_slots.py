@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
+from raykv.errors import DamagedError
 from raykv.memory.slots import Slots, slot_nbytes, slot_places
 
 EXTENTS, EXTENT_PAGES = 5, 12
@@ -123,3 +124,15 @@ def test_everything_can_be_derived_again_from_the_columns(todo):
 )
 def test_slots_are_whole_pages(nbytes, slot):
     assert slot_nbytes(nbytes) == slot
+
+
+def test_an_overwritten_slot_size_ends_the_search_for_a_slot():
+    """The extent is full, but counts as open, since its size says that more slots fit."""
+    column = np.zeros(EXTENTS, np.uint32)
+    slots = slots_of(column)
+    first = slots.take(np.arange(1, dtype=np.int32), 2 * PAGE)
+    assert len(slots.take(np.arange(100, 101, dtype=np.int32), PAGE)) == 1, "another extent has slots of this size"
+    column[int(first[0]) // EXTENT_PAGES] = PAGE
+    with pytest.raises(DamagedError, match="overwritten"):
+        slots.take(np.arange(1, 40, dtype=np.int32), 2 * PAGE)
+    assert len(slots.take(np.arange(40, 43, dtype=np.int32), 2 * PAGE)) == 3, "other extents are used"
