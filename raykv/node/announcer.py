@@ -140,6 +140,8 @@ class Announcer:
             nodes = frozenset(view.ring.nodes)
             self._location_index.follow_view(nodes=nodes, owned=lambda keys: view.ring.owners(keys) == mine)
             self._forget_s = time.monotonic() + LEARN_S
+        # Idle links to former addresses of members would stay open for ever.
+        self._pool.retain({address for member in view.members for address in member.endpoints.values()})
         self._adopting = True
         old, self.view = self.view, view
         # The new view is already set, so chunks that are stored after this line are announced to their new owners.

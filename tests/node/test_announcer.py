@@ -13,7 +13,7 @@ from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.protocol.chunk_keys import from_bytes
 from tests.support.faults import Faults
-from tests.support.nodes import Peer, keys_of, make_node, wait_until
+from tests.support.nodes import SPACE, Peer, cluster, keys_of, make_node, names, put, wait_until
 
 NAMES = [f"chunk-{number}" for number in range(40)]
 PAGE = 4096
@@ -191,3 +191,15 @@ def test_a_node_that_was_out_of_the_view_announces_everything_again(nodes: Nodes
     wait_until(lambda: all(nodes.by_name[name].view.member("c") is not None for name in "ab"))
     nodes.settle()
     assert {nodes.located(name) for name in NAMES} == {(("c",), PAGE)}
+
+
+def test_links_to_nodes_that_have_left_are_closed():
+    with cluster(3, heartbeat_s=0.05) as running:
+        put(running.client(SPACE, node=0), names(60), chained=False)
+        running.settle()
+        pool, gone = running.nodes[0]._pool, running.nodes[2].member.address
+        wait_until(lambda: gone in pool._idle)
+        running.nodes[2].stop(unlink=True)
+        running.settle()
+        assert gone not in pool._idle
+        assert running.nodes[1].member.address in pool._idle
