@@ -233,14 +233,17 @@ class AdminCalls:
     # -- statistics -------------------------------------------------------------------------------------------------
 
     def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Return {"epoch": of the view, "nodes": {node_id: its counters or {"error": ...}}, "tripped_peers": {...}}.
+        """Return the keys "epoch" (of the view), "nodes", "tripped_peers" and "data_paths".
 
+        "nodes" maps each node to its counters, or to {"error": ...}.
         "tripped_peers" maps the address of each node that this client leaves alone to the seconds until it is asked.
+        "data_paths" maps each data path to the nodes for which it has failed, and why. Another path reads these nodes.
         """
         deadline_s = self.router.deadline(timeout_s)
         nodes, view = self._node_stats(deadline_s), self.router.view(deadline_s)
         members = {name: nodes[name] for name in nodes if view.member(name) is not None}
-        return {"epoch": view.epoch, "nodes": members, "tripped_peers": self.router.pool.tripped()}
+        tripped, paths = self.router.pool.tripped(), self.router.paths.stats()
+        return {"epoch": view.epoch, "nodes": members, "tripped_peers": tripped, "data_paths": paths}
 
     def _node_stats(self, deadline_s: float) -> dict[NodeId, dict[str, Any]]:
         """Return the counters of all members, and of this host's node, which may not be a member yet."""

@@ -111,7 +111,7 @@ class Fetcher:
         )
         for number, run in enumerate(runs):
             progress = run.progress
-            progress.record(run.arrived, run.holder, run.path)
+            progress.record_run(run)
             if run.corrupt:
                 self._add_failure(map(progress.raw_key, run.corrupt), "corrupt", run.holder)
             if isinstance(outcomes[number], RayKVError):

@@ -15,7 +15,7 @@ from raykv.client.parallel import Parallel
 from raykv.client.peer_loads import PeerLoads
 from raykv.client.read_failures import ReadFailures
 from raykv.client.writer import Writer
-from raykv.config import ClientConfig, TlsConfig
+from raykv.config import ClientConfig, TlsConfig, rdma_devices
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError, TransientError, UsageError
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.metrics import ClientMetrics
@@ -100,7 +100,9 @@ class Router:
         self._host = host
         self.pool = ConnectionPool(secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer, tls=tls)
         self.pool.learn_secret = self._learn_secret
-        self.paths = open_data_paths(PathEnvironment(self.pool, host, config.verify, self.copy_threads))
+        self.paths = open_data_paths(
+            PathEnvironment(self.pool, host, config.verify, self.copy_threads, rdma_devices(config.rdma))
+        )
         try:
             self.refresh(deadline_s)
         except BaseException:  # the caller gets no object that it could close

@@ -216,6 +216,7 @@ class NodeActor:
             bind=f"{ray.util.get_node_ip_address()}:0",
             host=f"ray-{ray_node_id}" if cluster.separate_hosts else None,
             storage=cluster.storage,
+            rdma=cluster.rdma,
             tls=cluster.tls,
         )
         self._node: NodeHandle | None = None

@@ -5,7 +5,19 @@ text such as "4 GiB". A field whose name ends in `_s` is a number of seconds. On
 environment variables.
 """
 
-from raykv.config.base import GIB, KIB, MIB, SLOT_ALIGNMENT_NBYTES, HugePages, Model, Name, Nbytes, parse_nbytes
+from raykv.config.base import (
+    GIB,
+    KIB,
+    MIB,
+    SLOT_ALIGNMENT_NBYTES,
+    HugePages,
+    Model,
+    Name,
+    Nbytes,
+    Rdma,
+    parse_nbytes,
+    rdma_devices,
+)
 from raykv.config.client import ClientConfig
 from raykv.config.environment import environment_of_child, native_wanted
 from raykv.config.node import ClusterConfig, NodeConfig
@@ -35,10 +47,12 @@ __all__ = [
     "NamespaceConfig",
     "Nbytes",
     "NodeConfig",
+    "Rdma",
     "SsdConfig",
     "StorageConfig",
     "TlsConfig",
     "environment_of_child",
     "native_wanted",
     "parse_nbytes",
+    "rdma_devices",
 ]

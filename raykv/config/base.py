@@ -32,7 +32,13 @@ def parse_nbytes(value: object) -> object:
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes), Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Rdma = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*$")]
 HugePages = Literal["try", "require", "never"]
+
+
+def rdma_devices(value: str) -> tuple[str, ...] | None:
+    """Return the names in a field of type Rdma: None for "off", empty for "auto", which means all devices."""
+    return None if value == "off" else () if value == "auto" else tuple(value.split(","))
 
 
 class Model(BaseModel):

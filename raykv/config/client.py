@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SecretStr
 
-from raykv.config.base import Model, Seconds
+from raykv.config.base import Model, Rdma, Seconds
 from raykv.config.environment import client_fields
 from raykv.config.tls import TlsConfig
 
@@ -25,6 +25,8 @@ class ClientConfig(Model):
             depends on the number of cores.
         copy_threads: Number of threads that share the copy of a large batch on this host. None means half the
             number of cores, at most 4.
+        rdma: "auto": use all active RDMA devices of the host, if pyverbs is installed. "off": use none. Otherwise the
+            names of the devices to use, such as "mlx5_0,mlx5_1".
         verify: "remote" verifies the checksums of bytes from the network, "always" verifies all checksums, and "never"
             verifies none.
     """
@@ -37,6 +39,7 @@ class ClientConfig(Model):
     connections_per_peer: Annotated[int, Field(ge=1, le=64)] = 4
     streams_per_peer: Annotated[int, Field(ge=1, le=16)] | None = None
     copy_threads: Annotated[int, Field(ge=1, le=64)] | None = None
+    rdma: Rdma = "auto"
     verify: Literal["remote", "always", "never"] = "remote"
 
     @classmethod

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raykv.config.base import Model, Name, Nbytes, Seconds
+from raykv.config.base import Model, Name, Nbytes, Rdma, Seconds
 from raykv.config.storage import StorageConfig
 from raykv.config.tls import TlsConfig
 
@@ -23,6 +23,8 @@ class NodeConfig(Model):
         io_timeout_s: A peer that stalls for this long in the middle of a message is disconnected.
         max_connections: At most this many connections are served at once. Further connections are refused.
         storage: The node's memory and tiers.
+        rdma: "auto": use all active RDMA devices of the host, if pyverbs is installed. "off": use none. Otherwise the
+            names of the devices to use, such as "mlx5_0,mlx5_1".
         tls: Certificates for all TCP connections of this node. None: no TLS.
     """
 
@@ -34,6 +36,7 @@ class NodeConfig(Model):
     heartbeat_s: Seconds = 1.0
     io_timeout_s: Seconds = 10.0
     max_connections: Annotated[int, Field(ge=4, le=65536)] = 1024
+    rdma: Rdma = "auto"
     tls: TlsConfig | None = None
 
     @property
@@ -64,6 +67,7 @@ class ClusterConfig(Model):
             nodes, in proportion to its share of the load. None means no replicas.
         separate_hosts: If true, Ray nodes on one machine do not read each other's shared memory. This simulates a
             network, for tests and demonstrations.
+        rdma: As NodeConfig.rdma, for each node.
         tls: Certificates of each node. The files must be on every host. None: no TLS.
     """
 
@@ -73,4 +77,5 @@ class ClusterConfig(Model):
     member_timeout_s: Seconds = 5.0
     hot_nbytes_per_s: Nbytes | None = 16_000_000
     separate_hosts: bool = False
+    rdma: Rdma = "auto"
     tls: TlsConfig | None = None

@@ -147,6 +147,11 @@ class Table(HashIndex):
         self._rows_populated[0] = end
         return True
 
+    @property
+    def place_of_records(self) -> tuple[int, int]:
+        """Offset and length in the file, in bytes, of the array of RECORD."""
+        return self._layout.records, self.rows * RECORD.itemsize
+
     def _populate_copy(self, number: int) -> bool:
         nbytes = 4 * self._size
         return not self.memory.refusal(nbytes) and self.memory.populate(self._layout.indexes[number], nbytes)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from raykv.config import GIB, NodeConfig
+from raykv.config import GIB, NodeConfig, rdma_devices
 from raykv.errors import ConfigError, DamagedError, RayKVError, TransientError, UsageError
 from raykv.membership.membership import MembershipPort
 from raykv.memory.cgroup import memory_limit
@@ -31,6 +31,7 @@ from raykv.node.announcer import Announcer
 from raykv.node.drain import Drain
 from raykv.node.handlers.admin import AdminHandler
 from raykv.node.handlers.locate import LocateHandler
+from raykv.node.handlers.rdma import RdmaHandler
 from raykv.node.handlers.read import ReadHandler
 from raykv.node.handlers.write import WriteHandler
 from raykv.node.key_store import KeyStore, keyring_path
@@ -119,18 +120,9 @@ class Node:
         self._spreader = Spreader(
             config, store, self.lock, self._pool, lambda: self.view, announcer.wake, self.drain.started
         )
-        self.handlers: HandlerTable = {
-            messages.Attach: self._attach,
-            messages.Drain: self._start_drain,
-            messages.GetView: lambda request, session: Reply(messages.ViewIs(self.view)),
-            messages.GetStats: lambda request, session: Reply(messages.Stats(msgspec.json.encode(self.stats()))),
-            **ReadHandler(config.node_id, store, self.lock, mover, index, announcer, self.replicas.meter).table,
-            **WriteHandler(
-                store, self.lock, mover, announcer, self._reclaimer, self.replicas, self.drain.started
-            ).table,
-            **LocateHandler(config.node_id, store, self.lock, mover, index, announcer).table,
-            **AdminHandler(store, self.lock, self.reconciler, membership).table,
-        }
+        reads = ReadHandler(config.node_id, store, self.lock, mover, index, announcer, self.replicas.meter)
+        self._rdma = RdmaHandler(store, self.lock, reads, rdma_devices(config.rdma))
+        self.handlers = self._handlers(reads)
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
         self._times: defaultdict[str, Histogram] = defaultdict(Histogram)
@@ -138,6 +130,21 @@ class Node:
         self._servers: list[SocketServer] = []
         self._threads: list[threading.Thread] = []
         self._asked = threading.Event()  # set after the first heartbeat
+
+    def _handlers(self, reads: ReadHandler) -> HandlerTable:
+        store, mover, announcer = self.store, self.mover, self._announcer
+        writes = WriteHandler(store, self.lock, mover, announcer, self._reclaimer, self.replicas, self.drain.started)
+        return {
+            messages.Attach: self._attach,
+            messages.Drain: self._start_drain,
+            messages.GetView: lambda request, session: Reply(messages.ViewIs(self.view)),
+            messages.GetStats: lambda request, session: Reply(messages.Stats(msgspec.json.encode(self.stats()))),
+            **reads.table,
+            **self._rdma.table,
+            **writes.table,
+            **LocateHandler(self.config.node_id, store, self.lock, mover, self.location_index, announcer).table,
+            **AdminHandler(store, self.lock, self.reconciler, self._membership).table,
+        }
 
     # -- start and stop ---------------------------------------------------------------------------------------------
 
@@ -177,6 +184,7 @@ class Node:
             "reclaimer": partial(self._reclaimer.run, self._stopping),
             "replicas": partial(self.replicas.run, self._stopping),
             "spreader": partial(self._spreader.run, self._stopping),
+            "rdma": partial(self._rdma.run, self._stopping, self._add_endpoint),
         }.items():
             thread = threading.Thread(target=self._run_task, args=(task,), name=f"raykv-{name}", daemon=True)
             thread.start()
@@ -184,6 +192,11 @@ class Node:
         self._asked.wait(FIRST_BEAT_S)
         for server in self._servers:
             server.serve()
+
+    def _add_endpoint(self, addresses: str) -> None:
+        """Let readers know that this node is read over RDMA. The next heartbeat sends it."""
+        endpoints = {**self.member.endpoints, "rdma": addresses}
+        self.member = msgspec.structs.replace(self.member, endpoints=endpoints)
 
     def _last_view(self) -> View:
         """Return the view of this node's previous process, with the new entry of this node."""
@@ -205,6 +218,7 @@ class Node:
         for thread in self._threads:
             thread.join(timeout=JOIN_S)
         self._pool.close()
+        self._rdma.close()
         self.mover.close()
         if unlink and self.config.file_prefix is not None:
             remove_all_files(self.config.file_prefix)
@@ -283,6 +297,7 @@ class Node:
         for event in self._events:
             event.set()
         self.replicas.wake()
+        self._rdma.wake()
 
     # -- state of the node --------------------------------------------------------------------------------------------
 
@@ -338,6 +353,7 @@ class Node:
                 "drain": self.drain.stats(),
                 "heat": heat,
                 "spread": self._spreader.stats(),
+                "rdma": self._rdma.stats(),
             }
 
     # -- methods for the socket servers -----------------------------------------------------------------------------

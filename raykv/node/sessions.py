@@ -35,6 +35,8 @@ class NodeSession:
         lent: Maps the row of each slot lent to the connection to the slot's size in bytes.
         pins: Maps a row to the number of pins of this connection on the row.
         opened: Digests of the quota groups that the connection has opened.
+        at_close: Functions to call when the connection ends.
+        rails: The rail of each queue pair of the connection; empty if it has none.
     """
 
     def __init__(self, store: Store, lock: threading.Lock, stopping: threading.Event, *, local: bool) -> None:
@@ -43,6 +45,8 @@ class NodeSession:
         self.lent: dict[int, int] = {}
         self.pins: Counter[int] = Counter()
         self.opened: set[bytes] = set()
+        self.at_close: list[Callable[[], None]] = []
+        self.rails: list[int] = []
         self._most_nbytes = store.arena.nbytes // LEASE_SHARE
         self._nbytes = 0  # of the lent slots and the pinned chunks
 
@@ -103,6 +107,8 @@ class NodeSession:
 
     def close(self) -> None:
         """End all leases. For QUARANTINE_S seconds no lent slot is reused, because the peer may still write to it."""
+        for close in self.at_close:
+            close()
         if self._stopping.is_set():
             return  # the memory is about to be closed; the node's next process quarantines the lent slots
         with self._lock:

@@ -1,12 +1,13 @@
 """The answers of the protocol, and the base of all messages. `raykv.protocol.messages` describes the format."""
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from raykv.protocol.heat import HeatOrders
 from raykv.protocol.keyring import Keyring
 from raykv.protocol.placement import View
+from raykv.protocol.rdma import QueuePairEnd
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
 
@@ -118,6 +119,36 @@ class Reading(Message):
     checksums: bytes
     choices: tuple[tuple[NodeId, ...], ...] = ()
     places: bytes = b""
+
+
+class Found(Message):
+    """Where the holder has chunks, for reads over RDMA. Nothing is pinned. One entry for each key, as in Held.
+
+    `generations` u32: generation of each row. `remote_keys` u32, shape [ends of the connection, keys]: the registration
+    that covers the chunk; 0 if it is not registered. `choices`, `places`: as in Reading.
+    """
+
+    rows: bytes
+    offsets: bytes
+    nbytes: bytes
+    checksums: bytes
+    generations: bytes
+    remote_keys: bytes
+    choices: tuple[tuple[NodeId, ...], ...] = ()
+    places: bytes = b""
+
+
+class RdmaConnected(Message):
+    """The node's ends of the queue pairs, in the order of the request.
+
+    `arena`, `records`: addresses of the arena and of the table's records (`layout.RECORD`) in the node's process.
+    `record_keys` u32: for each queue pair, the key of the registration of the records.
+    """
+
+    ends: tuple[QueuePairEnd, ...]
+    arena: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    records: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    record_keys: bytes
 
 
 class Located(Message):

@@ -21,12 +21,14 @@ from raykv.protocol.answers import Configured as Configured
 from raykv.protocol.answers import Count as Count
 from raykv.protocol.answers import Done as Done
 from raykv.protocol.answers import Failure as Failure
+from raykv.protocol.answers import Found as Found
 from raykv.protocol.answers import HeartbeatAnswer as HeartbeatAnswer
 from raykv.protocol.answers import Held as Held
 from raykv.protocol.answers import Histories as Histories
 from raykv.protocol.answers import Lent as Lent
 from raykv.protocol.answers import Located as Located
 from raykv.protocol.answers import Message as Message
+from raykv.protocol.answers import RdmaConnected as RdmaConnected
 from raykv.protocol.answers import Reading as Reading
 from raykv.protocol.answers import Stats as Stats
 from raykv.protocol.answers import Trace as Trace
@@ -35,6 +37,7 @@ from raykv.protocol.answers import ViewIs as ViewIs
 from raykv.protocol.heat import HeatReport
 from raykv.protocol.keyring import Keyring
 from raykv.protocol.placement import Member, MemberId, View
+from raykv.protocol.rdma import MAX_RAILS, QueuePairEnd
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
 
@@ -146,6 +149,22 @@ class Read(Message):
 
     keys: bytes
     locate: bool = False
+
+
+class Find(Message):
+    """Ask where the node has chunks, to read them over RDMA. Answer: Found. `locate`: as in Read."""
+
+    keys: bytes
+    locate: bool = False
+
+
+class ConnectRdma(Message):
+    """Connect queue pairs of the sender with new ones of the node. Answer: RdmaConnected.
+
+    `ends`: the sender's ends. The node's ends belong to this connection, and end with it.
+    """
+
+    ends: Annotated[tuple[QueuePairEnd, ...], msgspec.Meta(min_length=1, max_length=MAX_RAILS)]
 
 
 class Pin(Message):
@@ -300,11 +319,11 @@ class Leave(Message):
 
 
 Request = (
-    Attach | GetView | GetStats | OpenNamespace | Lend | Commit | GiveBack | Write | Checksums | Read | Pin | Unpin
-    | Promote | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt | Report | RecordTrace
-    | FetchTrace | Drain | Heartbeat | Leave
+    Attach | GetView | GetStats | OpenNamespace | Lend | Commit | GiveBack | Write | Checksums | Read | Find | Pin
+    | Unpin | ConnectRdma | Promote | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt | Report
+    | RecordTrace | FetchTrace | Drain | Heartbeat | Leave
 )  # fmt: skip
 Answer = (
-    Done | Count | Attached | ViewIs | Lent | Committed | Accepted | Held | Reading | Located | Histories | Configured
-    | Trace | HeartbeatAnswer | Unavailable | Stats | Failure
+    Done | Count | Attached | ViewIs | Lent | Committed | Accepted | Held | Reading | Found | RdmaConnected | Located
+    | Histories | Configured | Trace | HeartbeatAnswer | Unavailable | Stats | Failure
 )  # fmt: skip

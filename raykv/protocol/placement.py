@@ -40,7 +40,8 @@ class Member(msgspec.Struct, frozen=True):
     Attributes:
         node_id: The node's name.
         host: Identity of the node's host. Processes with equal hosts share memory.
-        endpoints: Addresses by transport: "tcp" has "host:port", "unix" has "unix:..." for the node's host.
+        endpoints: Addresses by transport: "tcp" has "host:port", "unix" has "unix:..." for the node's host, and "rdma"
+            has the GIDs of the node's ports, for people to read. Without "rdma" the node is not read over RDMA.
         weight: The node's share of the ring, relative to other nodes.
         incarnation: Start time of the node's process. After a restart this time differs, and the node's location index
             is empty.

@@ -84,6 +84,12 @@ class ReadProgress:
             room -= size
         return parts
 
+    def record_run(self, run: "ReadRun") -> None:
+        """Record the chunks of a run that have arrived. The caller must not record a chunk twice."""
+        over_tcp = set(run.over_tcp)
+        self.record([place for place in run.arrived if place not in over_tcp], run.holder, run.path)
+        self.record(run.over_tcp, run.holder, "tcp")
+
     def record(self, places: Sequence[int], node_id: NodeId, path: Path) -> None:
         """Record chunks that have arrived from a node. The caller must not record a chunk twice."""
         for place in places:
@@ -113,6 +119,7 @@ class ReadRun:
         other_size: Indices of the chunks whose length at the holder differs from the buffer's.
         named: Maps the index of a chunk to the holders that the owner named, except `holder`. The tuple may be empty.
         path: The data path of the current attempt.
+        over_tcp: Indices of the chunks in `arrived` that arrived over TCP although `path` is another one.
     """
 
     progress: ReadProgress
@@ -125,6 +132,7 @@ class ReadRun:
     other_size: list[int] = field(default_factory=list)
     named: dict[int, tuple[NodeId, ...]] = field(default_factory=dict)
     path: Path = "tcp"
+    over_tcp: list[int] = field(default_factory=list)
 
     @property
     def missing(self) -> list[int]:
@@ -135,6 +143,31 @@ class ReadRun:
     def begin(self, path: Path) -> None:
         """Start an attempt to read over `path`. Keep `arrived` and `named`, and clear the rest of the outcome."""
         self.path, self.gone, self.corrupt, self.other_size = path, [], [], []
+
+    def add_absent(self, places: list[int], choices: Sequence[tuple[NodeId, ...]], numbers: bytes) -> bool:
+        """Record the chunks that the node does not have. With `locate`, record also the holders that it names.
+
+        Args:
+            places: Indices of these chunks in the `get`.
+            choices, numbers: As `choices` and `places` in `messages.Reading`.
+
+        Returns:
+            Whether the node has named a holder.
+
+        Raises:
+            ProtocolError: `numbers` has another length.
+        """
+        if not self.locate:
+            self.gone += places
+            return False
+        any_named = False
+        for place, number in zip(places, array(numbers, "<i4", len(places)).tolist(), strict=True):
+            holders = choices[number] if 0 <= number < len(choices) else ()
+            if self.holder in holders:
+                self.gone.append(place)
+            self.named[place] = tuple([name for name in holders if name != self.holder])
+            any_named |= bool(holders)
+        return any_named
 
 
 class BulkRead:
@@ -185,7 +218,8 @@ class BulkRead:
             raise ProtocolError(f"lengths or checksums for other than {len(part)} keys in the answer to a read")
         lengths: tuple[int, ...] = struct.unpack(f"<{len(part)}I", reading.nbytes)
         if 0 in lengths:
-            self._add_absent([place for place, length in zip(part, lengths, strict=True) if not length], reading)
+            absent = [place for place, length in zip(part, lengths, strict=True) if not length]
+            self._named_any |= self._run.add_absent(absent, reading.choices, reading.places)
         places: list[int] = []
         checksums = b""
         for number, (place, length) in enumerate(zip(part, lengths, strict=True)):
@@ -198,20 +232,6 @@ class BulkRead:
                 self._run.other_size.append(place)
                 yield drain(length)
         yield from self._fill(places, checksums)
-
-    def _add_absent(self, places: list[int], reading: messages.Reading) -> None:
-        """Record the chunks that the node does not have. With `run.locate`, record also the holders that it names."""
-        run = self._run
-        if not run.locate:
-            run.gone += places
-            return
-        numbers = array(reading.places, "<i4", len(places)).tolist()
-        for place, number in zip(places, numbers, strict=True):
-            holders = reading.choices[number] if 0 <= number < len(reading.choices) else ()
-            if run.holder in holders:
-                run.gone.append(place)
-            run.named[place] = tuple([name for name in holders if name != run.holder])
-            self._named_any |= bool(holders)
 
     def _fill(self, places: list[int], checksums: bytes) -> Targets:
         """Yield the buffers of the chunks at `places`. Check the chunks after the transport has filled the buffers."""

@@ -1,5 +1,6 @@
 """Data paths: the ways to read chunks from a node. `DataPaths` chooses the path for each node."""
 
+import importlib
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple, Protocol
@@ -10,6 +11,7 @@ from raykv.memory.reader import ONE_THREAD, ShmReader
 from raykv.protocol import messages
 from raykv.protocol.codec import expect
 from raykv.protocol.placement import Member
+from raykv.transport import rdma
 from raykv.transport.bulk_read import BulkRead, ReadRun
 from raykv.transport.pool import ConnectionPool
 from raykv.types import NodeId
@@ -44,6 +46,10 @@ class DataPath(Protocol):
         """
         ...
 
+    def fallbacks(self) -> dict[NodeId, str]:
+        """Return the nodes that another path reads at the moment because this one has failed, and why."""
+        return {}
+
     def retain(self, members: Collection[Member]) -> None:
         """Release all resources, except those for the current processes of `members`. Reads in progress continue."""
         return
@@ -67,6 +73,10 @@ class DataPaths:
         tried, offered = (", ".join(names) or "none" for names in ([p.name for p in self._paths], member.endpoints))
         raise TransientError(f"no data path ({tried}) leads to {member.node_id!r}; its endpoints: {offered}")
 
+    def stats(self) -> dict[str, dict[NodeId, str]]:
+        """Return for each path the nodes for which it has failed, and why."""
+        return {path.name: path.fallbacks() for path in self._paths}
+
     def retain(self, members: Collection[Member]) -> None:
         """Release all resources, except those for `members`; see `DataPath.retain`."""
         for path in self._paths:
@@ -87,12 +97,14 @@ class PathEnvironment(NamedTuple):
         verify: "always": compare all checksums. "remote": compare only checksums of reads over links. "never": compare
             no checksums.
         threads: Threads for large copies.
+        rdma: Names of the RDMA devices to use; empty for all. None: no RDMA.
     """
 
     pool: ConnectionPool
     host: str
     verify: str = "remote"
     threads: CopyThreads = ONE_THREAD
+    rdma: tuple[str, ...] | None = ()
 
 
 class LinkPath(DataPath):
@@ -237,21 +249,31 @@ class ShmPath(DataPath):
         self._readers = {}
 
 
-_openers: Final[dict[str, Callable[[PathEnvironment], DataPath]]] = {}
+def _open_rdma(environment: PathEnvironment) -> DataPath | None:
+    if environment.rdma is None or rdma.missing():
+        return None
+    path: DataPath = importlib.import_module("raykv.transport.rdma.path").RdmaPath(environment)  # needs pyverbs
+    return path
 
 
-def register_data_path(name: str, opener: Callable[[PathEnvironment], DataPath]) -> None:
+_openers: Final[dict[str, Callable[[PathEnvironment], DataPath | None]]] = {}
+
+
+def register_data_path(name: str, opener: Callable[[PathEnvironment], DataPath | None]) -> None:
     """Make a data path available to readers that are opened later.
 
     A path with a new name is preferred to all earlier paths. If the name is registered already, its opener is replaced.
+    An opener returns None if the path cannot be used on this host.
     """
     _openers[name] = opener
 
 
 def open_data_paths(environment: PathEnvironment) -> DataPaths:
     """Open all registered paths. The path that was registered last is preferred."""
-    return DataPaths(opener(environment) for opener in reversed(_openers.values()))
+    opened = (opener(environment) for opener in reversed(_openers.values()))
+    return DataPaths(path for path in opened if path is not None)
 
 
 register_data_path("tcp", LinkPath)
+register_data_path("rdma", _open_rdma)
 register_data_path("shm", ShmPath)

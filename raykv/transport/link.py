@@ -32,6 +32,7 @@ class Link:
     Attributes:
         epoch: The greatest epoch in any answer so far. An epoch is the version of the peer's list of members.
         closed: Whether the link is closed. A closed link cannot be used again.
+        at_close: Functions to call when the link is closed. A forked child does not call them.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -40,6 +41,7 @@ class Link:
         self._next_id = 1
         self.epoch = 0
         self.closed = False
+        self.at_close: list[Callable[[], None]] = []
         drop_after_fork(self)
 
     @classmethod
@@ -210,7 +212,10 @@ class Link:
         self.closed = True
         self._posted.clear()
         self._stream.socket.close()
+        while self.at_close:
+            self.at_close.pop()()
 
     def after_fork(self) -> None:
         """Close the child's descriptor without a shutdown. The parent's connection stays open."""
+        self.at_close = []
         self.close()

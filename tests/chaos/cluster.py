@@ -38,6 +38,7 @@ class Cluster:
         results: Sum of what the clients counted.
         problems: What the clients found wrong.
         overruns_s: How late the latest operation ended: by the clock, and without the time that other processes took.
+        waited_for: What the last `converge` waited for, and when it began to.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Cluster:
         self.results: Counter[str] = Counter()
         self.problems: list[str] = []
         self.overruns_s = [0.0, 0.0]
+        self.waited_for: dict[str, float] = {}
         self._probes = 0
         self._starting: list[str] = []
         self._client_fields: dict[str, tuple[str, int, float]] = {}
@@ -237,6 +239,7 @@ class Cluster:
         the memory of any node.
         """
         began_s, problem = time.monotonic(), "not asked yet"
+        self.waited_for = {}
         while problem:
             try:
                 problem = self.unsettled()
@@ -290,6 +293,7 @@ class Cluster:
         return {host: sorted(held.difference(chunks)) for host, chunks in found.items() if held.difference(chunks)}
 
     def _require(self, began_s: float, within_s: float, problem: str) -> None:
+        self.waited_for.setdefault(problem, round(time.monotonic() - began_s, 2))
         if problem and time.monotonic() - began_s > within_s:
             raise AssertionError(f"after {time.monotonic() - began_s:.2f} s: {problem}")
         time.sleep(POLL_S)

@@ -121,7 +121,7 @@ class Rounds:
         cluster.problems = []
         self.converged_s.append(took_s)
         if took_s > CONVERGED_S:
-            problems = [*problems, f"converged after {took_s:.2f} s"]
+            problems = [*problems, f"converged after {took_s:.2f} s; waited for {cluster.waited_for}"]
         if not found["match"]:
             problems = [*problems, "no client worked"]
         self.failures += [f"round {number} ({event}): {problem}" for problem in problems]

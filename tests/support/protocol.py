@@ -9,6 +9,7 @@ from raykv.protocol.heat import CopyOrder, HeatOrders, HeatReport, HotPrefix
 from raykv.protocol.keyring import Keyring
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
+from raykv.protocol.rdma import QueuePairEnd
 from raykv.protocol.trace_requests import TracedRequest
 
 
@@ -64,6 +65,10 @@ EXAMPLES = [
     messages.Accepted(b"p", 2),
     messages.Held(b"r", b"o", b"n", b"c"),
     messages.Reading(b"n", b"c", (("a",), ("b", "a")), b"places"),
+    messages.Find(b"keys", True),
+    messages.Found(b"r", b"o", b"n", b"c", b"g", b"k", (("a",), ("b", "a")), b"places"),
+    messages.ConnectRdma((QueuePairEnd("::ffff:10.0.0.1", 3, 17, 99, 5),)),
+    messages.RdmaConnected((QueuePairEnd("fe80::1", 0, 18, 100, 3),), 1 << 47, 4096, b"keys"),
     messages.Located((("a", "b"), ("b",)), b"places", b"lengths", b"bits"),
     messages.Histories(b"p", b"n", b"r", b"t", b"a", b"o", b"k", ("lru",), 1.5),
     messages.Configured(b"{}"),

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import Counter
 from random import Random
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from raykv.storage.store import Pinned, Store
 from raykv.tier.mover import TierMover
 from raykv.transport.base import Reply
 from raykv.types import KeyArray, NodeId, Rows
+
+Holders: TypeAlias = tuple[NodeId, ...]
 
 PROMOTE_TIMEOUT_S: Final = 4.0
 """One request waits at most this long for the promotion of chunks. Promotion copies a chunk from a tier below memory
@@ -54,22 +56,31 @@ class ReadHandler:
         }
 
     def _read(self, request: messages.Read, session: NodeSession) -> Reply:
+        pinned, choices, numbers = self.look(request)
+        answer = messages.Reading(pinned.nbytes.tobytes(), pinned.checksums.tobytes(), choices=choices, places=numbers)
+
+        def finish(complete: bool) -> None:
+            self.end_pins(pinned.rows)
+
+        places = zip(pinned.offsets.tolist(), pinned.nbytes.tolist(), strict=True)
+        outgoing = [self._store.arena.view[start : start + nbytes] for start, nbytes in places if nbytes]
+        return Reply(answer, outgoing=outgoing, finish=finish)
+
+    def look(self, request: messages.Read | messages.Find) -> tuple[Pinned, tuple[Holders, ...], bytes]:
+        """Pin the chunks that are here, and count the reads. The caller calls `end_pins`.
+
+        Returns:
+            The pinned chunks, and `choices` and `places` of the answer: the holders of the other chunks, if asked for.
+        """
         keys = keys_in(request.keys)
         pinned = self._pin_all(keys)
         locations = self._location_index.locate(keys) if request.locate else []
         self._leave_to_others(pinned, locations)
         self._meter.count(self._store.table.columns, pinned.rows)
-        answer = messages.Reading(pinned.nbytes.tobytes(), pinned.checksums.tobytes())
         if request.locate and (absent := np.flatnonzero(pinned.rows < 0)).size:
             elsewhere = located([locations[place] for place in absent.tolist()], self._rng)
-            answer.choices, answer.places = elsewhere.choices, elsewhere.places
-
-        def finish(complete: bool) -> None:
-            self._end_pins(pinned.rows)
-
-        places = zip(pinned.offsets.tolist(), pinned.nbytes.tolist(), strict=True)
-        outgoing = [self._store.arena.view[start : start + nbytes] for start, nbytes in places if nbytes]
-        return Reply(answer, outgoing=outgoing, finish=finish)
+            return pinned, elsewhere.choices, elsewhere.places
+        return pinned, (), b""
 
     def _leave_to_others(self, pinned: Pinned, locations: list[Location]) -> None:
         """Leave chunks with SPREAD_HOLDERS or more holders to the other holders, so that each gets an equal share.
@@ -83,7 +94,7 @@ class ReadHandler:
             if id(location) not in fates:
                 fates[id(location)] = left_to_others(location, self._node_id, self._rng)
             if (elsewhere := fates[id(location)]) is not None:
-                self._end_pins(pinned.rows[place : place + 1])
+                self.end_pins(pinned.rows[place : place + 1])
                 pinned.rows[place], pinned.nbytes[place], locations[place] = -1, 0, elsewhere
 
     def _pin(self, request: messages.Pin, session: NodeSession) -> Reply:
@@ -92,7 +103,7 @@ class ReadHandler:
             with self._lock:
                 session.add_pins(pinned)
         except CapacityError:
-            self._end_pins(pinned.rows)
+            self.end_pins(pinned.rows)
             raise
         return Reply(messages.Held(*(column.tobytes() for column in pinned)))
 
@@ -119,7 +130,7 @@ class ReadHandler:
             with self._lock:
                 count = self._store.drop_corrupt(corrupt, now_s=time.monotonic())
         finally:
-            self._end_pins(pinned.rows)
+            self.end_pins(pinned.rows)
         self._announcer.announce(keys)
         return Reply(messages.Count(count))
 
@@ -136,7 +147,7 @@ class ReadHandler:
                 pinned.rows[some], pinned.offsets[some] = found.rows, found.offsets
                 pinned.nbytes[some], pinned.checksums[some] = found.nbytes, found.checksums
         except BaseException:
-            self._end_pins(pinned.rows)
+            self.end_pins(pinned.rows)
             raise
         return pinned
 
@@ -146,6 +157,7 @@ class ReadHandler:
         pinned.nbytes[pinned.rows < 0] = 0
         return pinned
 
-    def _end_pins(self, rows: Rows) -> None:
+    def end_pins(self, rows: Rows) -> None:
+        """Unpin rows. Numbers of -1 are left out."""
         with self._lock:
             self._store.unpin(rows)

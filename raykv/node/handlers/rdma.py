@@ -1,0 +1,116 @@
+"""Serves readers that use RDMA: connects their queue pairs, and registers the node's memory for them."""
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raykv.errors import UsageError
+from raykv.node.handlers.read import ReadHandler
+from raykv.node.sessions import HandlerTable, NodeSession
+from raykv.protocol import messages
+from raykv.storage.store import Store
+from raykv.transport import rdma
+from raykv.transport.base import Reply
+
+if TYPE_CHECKING:
+    from raykv.transport.rdma.exports import Exports
+
+log = logging.getLogger(__name__)
+
+
+class RdmaHandler:
+    """Connects queue pairs of readers, and tells where chunks are.
+
+    Attributes:
+        reason: Why the node is not read over RDMA; empty if it is.
+    """
+
+    def __init__(self, store: Store, lock: threading.Lock, reads: ReadHandler, devices: tuple[str, ...] | None) -> None:
+        """`devices`: names of the devices to use; empty for all. None: no RDMA."""
+        self._store, self._lock, self._reads, self._devices = store, lock, reads, devices
+        self._exports: Exports | None = None
+        self.reason = "it is turned off" if devices is None else rdma.missing() or "the devices are not open yet"
+        self.table: HandlerTable = {messages.ConnectRdma: self._connect, messages.Find: self._find}
+
+    def run(self, stopping: threading.Event, on_open: Callable[[str], None]) -> None:
+        """Open the devices, and register memory until the node stops. Returns at once if there is no device.
+
+        This takes long, because pyverbs has to be imported. So the node serves already, and is read over TCP.
+
+        Args:
+            stopping: Set when the node stops. Then `wake` must be called.
+            on_open: Called with the addresses of the devices when readers can connect.
+        """
+        if self._devices is None or rdma.missing():
+            return
+        store = self._store
+        opener = importlib.import_module("raykv.transport.rdma.exports").Exports.open
+        exports: Exports | None = opener(store.arena, store.table, self._devices)
+        if exports is None:
+            self.reason = "no device can be used; see the node's log"
+            return
+        with self._lock:
+            store.populator.on_populated.append(exports.add)
+            size = store.table.extent_nbytes
+            for extent in np.flatnonzero(store.table.extent_slots).tolist():
+                exports.add(extent * size, size)
+            self._exports, self.reason = exports, ""
+        log.info("peers can read this node over RDMA: %s", exports.devices)
+        on_open(",".join(device.gid for device in exports.devices))
+        exports.run(stopping)
+
+    def wake(self) -> None:
+        """Let `run` look at its `stopping` event."""
+        if self._exports is not None:
+            self._exports.wake()
+
+    def close(self) -> None:
+        """End the registrations. The server must have closed its connections before."""
+        if self._exports is not None:
+            self._exports.close()
+
+    def _connect(self, request: messages.ConnectRdma, session: NodeSession) -> Reply:
+        if self._exports is None:
+            raise UsageError(f"this node cannot be read over RDMA: {self.reason}")
+        if session.rails:
+            raise UsageError("this connection has queue pairs already")
+        peer, answer = self._exports.connect(request.ends)
+        session.rails = peer.rails
+        session.at_close.append(peer.close)
+        return Reply(answer)
+
+    def _find(self, request: messages.Find, session: NodeSession) -> Reply:
+        if self._exports is None or not session.rails:
+            raise UsageError("this connection has no queue pairs: send ConnectRdma first")
+        pinned, choices, numbers = self._reads.look(request)
+        offsets = pinned.offsets * (pinned.rows >= 0)
+        generations = self._store.table.columns.generation[pinned.rows]
+        self._reads.end_pins(pinned.rows)
+        return Reply(
+            messages.Found(
+                rows=pinned.rows.tobytes(),
+                offsets=offsets.tobytes(),
+                nbytes=pinned.nbytes.tobytes(),
+                checksums=pinned.checksums.tobytes(),
+                generations=generations.tobytes(),
+                remote_keys=self._exports.remote_keys(offsets, session.rails),
+                choices=choices,
+                places=numbers,
+            )
+        )
+
+    def stats(self) -> dict[str, object]:
+        """Return the devices and what is registered."""
+        exports = self._exports
+        if exports is None:
+            return {"reason": self.reason}
+        return {
+            "devices": [f"{device.name}:{device.port}" for device in exports.devices],
+            "registered_nbytes": exports.registered_nbytes,
+            "queue_pairs": exports.open_pairs,
+            "reason": exports.refused,
+        }

@@ -1,0 +1,169 @@
+"""A node's memory, registered with the RDMA devices of its host, so that peers can read it without the node's CPU."""
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.errors import CapacityError, UsageError
+from raykv.memory.arena import SharedMemory
+from raykv.memory.table import Table
+from raykv.protocol.messages import RdmaConnected
+from raykv.protocol.rdma import QueuePairEnd
+from raykv.transport.rdma.device import Device, open_devices
+from raykv.transport.rdma.queue_pair import QueuePair
+
+log = logging.getLogger(__name__)
+
+REST_SHARE: Final = 2.0
+"""After each registration the thread rests for this many times as long, because pyverbs does not release the GIL."""
+MAX_QUEUE_PAIRS: Final = 4096
+"""At most this many queue pairs of peers are open."""
+
+
+class Exports:
+    """The registered memory of one node. Thread-safe.
+
+    An extent of the arena is registered in the background, after it got real memory. Until then, peers read its chunks
+    over TCP. The records of the table are registered at the start.
+
+    Attributes:
+        devices: The ports, one for each rail.
+        refused: Why memory could not be registered; empty if all was.
+        open_pairs: Number of open queue pairs of peers.
+    """
+
+    def __init__(self, arena: SharedMemory, table: Table, devices: list[Device]) -> None:
+        """Register the table's records.
+
+        Raises:
+            CapacityError: The records cannot be registered.
+        """
+        self.devices, self.refused = devices, ""
+        self._arena, self._extent_nbytes = arena, table.extent_nbytes
+        self._keys: npt.NDArray[np.uint32] = np.zeros((len(devices), table.extents), np.uint32)
+        self._waiting: deque[int] = deque()
+        self._due = threading.Event()
+        self._lock = threading.Lock()
+        self.open_pairs = 0
+        self._registrations: list[Any] = []
+        offset, nbytes = table.place_of_records
+        refusal = table.memory.refusal(nbytes)
+        if refusal or not table.memory.populate(offset, nbytes):
+            raise CapacityError(f"no memory for the records of the table: {refusal or 'the file system is full'}")
+        self._records = table.memory.address + offset
+        self._record_keys = []
+        for device in devices:
+            registration = device.register(self._records, nbytes, remote=True)
+            self._registrations.append(registration)
+            self._record_keys.append(int(registration.rkey))
+
+    @classmethod
+    def open(cls, arena: SharedMemory, table: Table, names: tuple[str, ...]) -> "Exports | None":
+        """Open the devices in `names`, or all if it is empty. Returns None if there is none that can be used."""
+        devices = open_devices(names)
+        try:
+            return cls(arena, table, devices) if devices else None
+        except CapacityError as error:
+            log.warning("peers read this node over TCP only: %s", error)
+            return None
+
+    def add(self, offset: int, nbytes: int) -> None:
+        """Register a part of the arena later: whole extents that have real memory. Returns at once."""
+        first, end = offset // self._extent_nbytes, (offset + nbytes) // self._extent_nbytes
+        self._waiting.extend(range(first, end))
+        self._due.set()
+
+    def run(self, stopping: threading.Event) -> None:
+        """Register what was added, until `stopping` is set and `wake` was called."""
+        while not stopping.is_set():
+            self._due.wait()
+            self._due.clear()
+            while self._waiting and not self.refused and not stopping.is_set():
+                began_s = time.perf_counter()
+                self._register(self._waiting.popleft())
+                stopping.wait(REST_SHARE * (time.perf_counter() - began_s))
+
+    def wake(self) -> None:
+        """Let `run` look at its `stopping` event."""
+        self._due.set()
+
+    def _register(self, extent: int) -> None:
+        address = self._arena.address + extent * self._extent_nbytes
+        for rail, device in enumerate(self.devices):
+            try:
+                registration = device.register(address, self._extent_nbytes, remote=True)
+            except CapacityError as error:
+                self.refused = str(error)
+                log.warning("peers read the rest of this node's memory over TCP: %s", error)
+                return
+            with self._lock:
+                self._registrations.append(registration)
+            self._keys[rail, extent] = registration.rkey
+
+    @property
+    def registered_nbytes(self) -> int:
+        """Bytes of the arena that all devices can reach."""
+        return int(self._keys.all(axis=0).sum()) * self._extent_nbytes
+
+    def remote_keys(self, offsets: npt.NDArray[np.uint64], rails: list[int]) -> bytes:
+        """Return the key (u32) of the registration of each chunk, for each of the rails; 0 where there is none."""
+        extents = (offsets // np.uint64(self._extent_nbytes)).astype(np.int64)
+        return self._keys[rails][:, extents].tobytes()
+
+    def connect(self, ends: tuple[QueuePairEnd, ...]) -> "tuple[PeerPairs, RdmaConnected]":
+        """Connect queue pairs with a peer's ends. The rails serve the ends in turn.
+
+        Raises:
+            UsageError: Too many queue pairs are open.
+            Broken: A device refuses.
+        """
+        with self._lock:
+            if self.open_pairs + len(ends) > MAX_QUEUE_PAIRS:
+                raise UsageError(f"this node has {self.open_pairs} queue pairs of peers; at most {MAX_QUEUE_PAIRS}")
+            self.open_pairs += len(ends)
+        rails = [number % len(self.devices) for number in range(len(ends))]
+        made: list[QueuePair] = []
+        peer = PeerPairs(self, made, rails, len(ends))
+        try:
+            for rail, end in zip(rails, ends, strict=True):
+                made.append(QueuePair(self.devices[rail]))
+                made[-1].connect(end)
+        except BaseException:
+            peer.close()
+            raise
+        keys = np.array([self._record_keys[rail] for rail in rails], np.uint32).tobytes()
+        return peer, RdmaConnected(tuple(pair.end for pair in made), self._arena.address, self._records, keys)
+
+    def release(self, count: int) -> None:
+        """Count queue pairs that were closed."""
+        with self._lock:
+            self.open_pairs -= count
+
+    def close(self) -> None:
+        """End all registrations, and close the devices."""
+        with self._lock:
+            registrations, self._registrations = self._registrations, []
+        for registration in registrations:
+            registration.close()
+        for device in self.devices:
+            device.close()
+
+
+class PeerPairs:
+    """The queue pairs of one connection to a peer. `rails`: the rail of each."""
+
+    def __init__(self, exports: Exports, pairs: list[QueuePair], rails: list[int], count: int) -> None:
+        self.rails = rails
+        self._exports, self._pairs, self._count = exports, pairs, count
+
+    def close(self) -> None:
+        """Destroy the queue pairs. A second call does nothing."""
+        count, self._count = self._count, 0
+        self._exports.release(count)
+        for pair in self._pairs if count else ():
+            pair.close()

@@ -1,0 +1,178 @@
+"""A reliable connection of RDMA (queue pair, RC) between two ports.
+
+Source: InfiniBand Architecture Specification, volume 1, chapters 9 to 11; ibv_wr_post(3) of rdma-core.
+"""
+
+import random
+import select
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+from raykv.errors import PeerUnavailable
+from raykv.protocol.rdma import QueuePairEnd
+from raykv.transport.rdma import verbs
+from raykv.transport.rdma.device import REMOTE, Device
+
+DEPTH: Final = 1024
+"""At most this many requests of one queue pair are in flight."""
+SIGNAL_EVERY: Final = 64
+"""The device reports a completion after this number of requests, and after the last of a batch."""
+SEGMENT_NBYTES: Final = 64 << 10
+"""A request moves at most this many bytes. With 0.8 us to post a request, this allows 80 GB/s."""
+READS_AT_ONCE: Final = 16
+"""The number of reads of one queue pair that are on the network at once."""
+RETRY_TIMEOUT: Final = 14
+"""The device sends a lost packet again after 4.096 us * 2 ** RETRY_TIMEOUT: 67 ms."""
+RETRIES: Final = 5
+SPIN_S: Final = 100e-6
+"""`wait` polls for this long before it sleeps until an event."""
+
+
+class Piece(NamedTuple):
+    """A part of a transfer. `lkey` and `rkey` are the keys of the two registrations."""
+
+    local: int
+    lkey: int
+    remote: int
+    rkey: int
+    nbytes: int
+
+
+class Broken(PeerUnavailable):
+    """The queue pair cannot be used any more. The connection for messages may still work."""
+
+
+class QueuePair:
+    """One end of a connection. Not thread-safe."""
+
+    def __init__(self, device: Device) -> None:
+        """Make the queue pair. Raises Broken if the device has no room for another one."""
+        self.device = device
+        enums = verbs.enums
+        try:
+            with device.lock:
+                self._channel, self._fd = verbs.open_channel(device.context)
+            self._completions = verbs.CQ(device.context, 2 * DEPTH, None, self._channel, 0)
+            capacity = verbs.QPCap(max_send_wr=DEPTH, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
+            init = verbs.QPInitAttrEx(
+                qp_type=enums.IBV_QPT_RC, scq=self._completions, rcq=self._completions, cap=capacity, pd=device.pd,
+                sq_sig_all=0, comp_mask=enums.IBV_QP_INIT_ATTR_PD | enums.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+                send_ops_flags=enums.IBV_QP_EX_WITH_RDMA_READ | enums.IBV_QP_EX_WITH_RDMA_WRITE,
+            )  # fmt: skip
+            self._pair: Any = verbs.QPEx(device.context, init)
+        except verbs.PyverbsError as error:
+            raise Broken(f"{device.name} has no room for another queue pair: {error}") from error
+        self._psn = random.getrandbits(23)
+        self._posted = self._completed = 0
+        self._signalled: deque[int] = deque()
+
+    @property
+    def end(self) -> QueuePairEnd:
+        """What the other end must know to connect."""
+        device = self.device
+        return QueuePairEnd(device.gid, device.lid, int(self._pair.qp_num), self._psn, device.mtu)
+
+    def connect(self, peer: QueuePairEnd) -> None:
+        """Connect to the other end. Raises Broken if the device refuses the address."""
+        device, attributes = self.device, verbs.QPAttr(port_num=self.device.port)
+        attributes.qp_access_flags = REMOTE
+        attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.number, peer.psn, self._psn
+        attributes.path_mtu = min(device.mtu, peer.mtu)
+        attributes.max_rd_atomic = attributes.max_dest_rd_atomic = READS_AT_ONCE
+        attributes.min_rnr_timer, attributes.rnr_retry = 12, 7
+        attributes.timeout, attributes.retry_cnt = RETRY_TIMEOUT, RETRIES
+        try:
+            route = verbs.GlobalRoute(dgid=verbs.GID(peer.gid), sgid_index=device.gid_index)
+            attributes.ah_attr = verbs.AHAttr(port_num=device.port, is_global=1, gr=route, dlid=peer.lid)
+            self._pair.to_rts(attributes)
+        except (verbs.PyverbsError, ValueError) as error:
+            raise Broken(f"{device.name} cannot connect to {peer.gid}: {error}") from error
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def read(self, pieces: Iterable[Piece], *, deadline_s: float) -> int:
+        """Read from the peer's memory. Returns a number for `wait`. Raises Broken, as `wait` does."""
+        return self._post(self._pair.wr_rdma_read, pieces, deadline_s)
+
+    def write(self, pieces: Iterable[Piece], *, deadline_s: float) -> int:
+        """Write to the peer's memory. Returns a number for `wait`. Raises Broken, as `wait` does."""
+        return self._post(self._pair.wr_rdma_write, pieces, deadline_s)
+
+    def _post(self, operation: Any, pieces: Iterable[Piece], deadline_s: float) -> int:
+        batch: list[Piece] = []
+        for piece in pieces:
+            for start in range(0, piece.nbytes, SEGMENT_NBYTES):
+                nbytes = min(SEGMENT_NBYTES, piece.nbytes - start)
+                batch.append(Piece(piece.local + start, piece.lkey, piece.remote + start, piece.rkey, nbytes))
+                if len(batch) == SIGNAL_EVERY:
+                    self._post_batch(operation, batch, deadline_s)
+                    batch = []
+        if batch:
+            self._post_batch(operation, batch, deadline_s)
+        return self._posted
+
+    def _post_batch(self, operation: Any, batch: list[Piece], deadline_s: float) -> None:
+        """Post at most SIGNAL_EVERY requests. The device reports the completion of the last one."""
+        self.wait(self._posted + len(batch) - DEPTH, deadline_s=deadline_s)
+        pair, number = self._pair, self._posted + len(batch)
+        entry = verbs.SGE(0, 0, 0)  # the device copies it, so that one object serves all requests
+        last = len(batch) - 1
+        try:
+            pair.wr_start()
+            pair.wr_flags = 0
+            pair.wr_id = number
+            for place, (local, lkey, remote, rkey, nbytes) in enumerate(batch):
+                if place == last:
+                    pair.wr_flags = verbs.enums.IBV_SEND_SIGNALED
+                operation(rkey, remote)
+                entry.addr, entry.length, entry.lkey = local, nbytes, lkey
+                pair.wr_set_sge(entry)
+            pair.wr_complete()
+        except verbs.PyverbsError as error:
+            raise Broken(f"{self.device.name} takes no request: {error}") from error
+        self._posted = number
+        self._signalled.append(number)
+
+    def wait(self, number: int, *, deadline_s: float) -> None:
+        """Wait until all requests up to `number` are done. The GIL is free while this thread sleeps.
+
+        Raises:
+            Broken: A request failed, or the deadline has passed. The device may write to the buffers until `close`.
+        """
+        if self._completed >= number:
+            return
+        spin_until_s = time.perf_counter() + SPIN_S
+        while True:
+            self._poll()
+            if self._completed >= number:
+                return
+            if time.perf_counter() < spin_until_s:
+                time.sleep(0)
+                continue
+            self._completions.req_notify()
+            self._poll()  # a completion before `req_notify` makes no event
+            if self._completed >= number:
+                return
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise Broken(f"{self.device.name}: no answer by the deadline")
+            if select.select([self._fd], [], [], min(left_s, 1.0))[0]:
+                self._channel.get_cq_event(self._completions)
+                self._completions.ack_events(1)
+
+    def _poll(self) -> None:
+        count, completions = self._completions.poll(16)
+        for each in completions if count else ():
+            if each.status != verbs.enums.IBV_WC_SUCCESS:
+                raise Broken(f"{self.device.name}: a request failed with status {each.status}")
+            self._completed = int(each.wr_id)
+
+    def close(self) -> None:
+        """Destroy the queue pair. When this has returned, the device does not write to any buffer any more."""
+        with suppress(verbs.PyverbsError):
+            self._pair.close()
+            self._completions.close()
+            self._channel.close()

@@ -1,0 +1,26 @@
+"""Run the tests of RDMA in a virtual machine with two soft-RoCE devices: `python -m tests.rdma.run`."""
+
+import sys
+from pathlib import Path
+
+from tests.rdma import packages
+from tests.rdma.machine import run
+
+TIMEOUT_S = 600.0
+
+
+def main(arguments: list[str]) -> int:
+    """Run pytest in the machine. Returns its exit status, or 0 where there can be no machine."""
+    try:
+        python = packages.fetch().python
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/rdma", *arguments]
+        environment = {"PYTHONPATH": f"{Path.cwd()}:{python}"}
+        setup = f". {Path(__file__).with_name('network.sh')}"
+        return run(command, setup=setup, environment=environment, timeout_s=TIMEOUT_S)
+    except packages.Unavailable as error:
+        print(f"tests of RDMA: skipped, {error}")
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

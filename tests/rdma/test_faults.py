@@ -1,0 +1,102 @@
+"""What fails over RDMA: the chunk arrives over TCP, or is a miss by the deadline. See conftest.py."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+
+import raykv
+from raykv.transport.rdma import path as rdma_path
+from tests.rdma.support import START_S, content, pair
+from tests.support.nodes import wait_until
+
+pytestmark = pytest.mark.verbs
+
+SIZE = 400_000
+
+
+@pytest.fixture
+def both(monkeypatch):
+    monkeypatch.setattr(rdma_path, "RETRY_S", 1.0)
+    with pair() as made:
+        made.wait_registered()
+        yield made
+
+
+def read(both, names: list[str], **options) -> dict[str, int]:
+    """Read chunks that `Pair.put` has stored first, and return the bytes by path."""
+    result, into = both.get(names, [SIZE] * len(names), **options)
+    assert result.hits == (True,) * len(names)
+    assert [bytes(each) for each in into] == [content(number, SIZE) for number in range(len(names))]
+    return result.nbytes_by_path
+
+
+def test_a_wrong_key_of_the_registration(both, monkeypatch):
+    names = both.put([SIZE] * 4)
+    exports = both.cluster.nodes[0]._rdma._exports
+    right = exports._keys.copy()
+    exports._keys ^= 0x5A
+    assert read(both, names) == {"tcp": 4 * SIZE}
+    (reason,) = both.reader.stats()["data_paths"]["rdma"].values()
+    assert "status 10" in reason  # remote access error
+    exports._keys[:] = right
+    wait_until(lambda: not both.reader.stats()["data_paths"]["rdma"])
+    assert read(both, names) == {"rdma": 4 * SIZE}
+
+
+def test_a_link_that_goes_down_and_comes_back(both):
+    names = both.put([SIZE] * 4)
+    assert read(both, names) == {"rdma": 4 * SIZE}
+    subprocess.run(["ip", "link", "set", "va", "down"], check=True)
+    try:
+        assert read(both, names) == {"tcp": 4 * SIZE}
+    finally:
+        subprocess.run(["sh", "tests/rdma/link_up.sh"], check=True)
+    wait_until(lambda: read(both, names) == {"rdma": 4 * SIZE}, START_S)
+
+
+def serve(address) -> None:
+    with raykv.embedded(1, name="killed", arena_nbytes="64 MiB", extent_nbytes="4 MiB") as cluster:
+        node = cluster.nodes[0]
+        wait_until(lambda: "rdma" in node.member.endpoints, START_S)
+        client = cluster.client(raykv.Namespace(model="m"))
+        client.put([f"chunk-{number}" for number in range(4)], [content(0, SIZE)] * 4)
+        wait_until(lambda: node.stats()["rdma"]["registered_nbytes"] >= 64 << 20, START_S)
+        wait_until(lambda: "rdma" in node.view.members[0].endpoints, START_S)
+        address.put((node.member.address, cluster.secret))
+        signal.pause()
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 4.0])
+def test_a_holder_that_is_killed_in_the_middle(timeout_s):
+    context = multiprocessing.get_context("spawn")
+    address = context.Queue()
+    process = context.Process(target=serve, args=(address,))
+    process.start()
+    try:
+        where, secret = address.get(timeout=START_S)
+        client = raykv.connect(raykv.Namespace(model="m"), address=where, secret=secret, timeout_s=20.0)
+        names, late, hits = [f"chunk-{number}" for number in range(4)], [], 0
+        killer = threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL))
+        into = [bytearray(SIZE) for _ in names]
+        assert client.get(names, into).nbytes_by_path == {"rdma": 4 * SIZE}
+        killer.start()
+        until_s = time.monotonic() + 3 * timeout_s
+        while time.monotonic() < until_s:
+            began_s = time.monotonic()
+            result = client.get(names, into, timeout_s=timeout_s)
+            late.append(time.monotonic() - began_s - timeout_s)
+            hits += sum(result.hits)
+            for hit, each in zip(result.hits, into, strict=True):
+                assert not hit or bytes(each) == content(0, SIZE)
+        assert hits > 0
+        assert not any(result.hits)  # the process was killed
+        assert max(late) < 0.2  # an emulated processor
+        client.close()
+    finally:
+        process.kill()
+        process.join()
