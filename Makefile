@@ -46,6 +46,7 @@ serve: setup model ## The demo's deployment, left running for your own requests
 test: lint typecheck setup-core ## All that CI runs: at most 12 minutes on two cores
 	@$(core)/bin/python -m pytest $(core_tests) $(two) -m "not soak" $(ARGS)
 	.ci/sanitize $(core)/bin/python
+	$(core)/bin/python -m tests.rdma.run -q -m "not soak"
 	$(venv)/bin/python -m pytest $(full_tests) $(two) --dist loadfile -m "not soak" $(ARGS)
 
 test-vllm: setup ## vLLM's own tests of KV connectors, with RayKVConnector in their place: 3 minutes, needs the registry
@@ -57,6 +58,7 @@ quick: setup-core ## The tests that need only the core: under a minute
 soak: setup setup-core ## The long variants: SOAK="seed=7 kills=200 seconds=600" changes seed, counts and duration
 	@export RAYKV_SOAK="$(SOAK)"
 	$(core)/bin/python -m pytest $(core_tests) -m soak -s $(ARGS)
+	$(core)/bin/python -m tests.rdma.run -m soak -s
 	$(venv)/bin/python -m pytest $(full_tests) -m soak -s $(ARGS)
 
 bench: setup ## Measure raykv and other stores side by side, and the machine's own limits: 20 minutes

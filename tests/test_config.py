@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 import raykv
-from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig, TlsConfig, parse_nbytes
+from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig, TlsConfig, parse_nbytes, rdma_devices
 from raykv.errors import ConfigError
 
 GIB = 1 << 30
@@ -188,3 +188,23 @@ def test_the_environment_fills_what_the_call_leaves_open(monkeypatch):
         raykv.connect(raykv.Namespace(model="m"))
     with pytest.raises(raykv.TransientError):
         raykv.connect(raykv.Namespace(model="m"), address="unix:/nobody/there")
+
+
+@pytest.mark.parametrize(
+    ("value", "tls", "devices"),
+    [
+        ("auto", False, ()),
+        ("auto", True, None),
+        ("off", False, None),
+        ("mlx5_0", True, ("mlx5_0",)),
+        ("mlx5_0,mlx5_1", False, ("mlx5_0", "mlx5_1")),
+    ],
+)
+def test_rdma_devices(value, tls, devices):
+    assert rdma_devices(ClientConfig.load({"rdma": value}).rdma, tls=tls) == devices
+
+
+@pytest.mark.parametrize("value", ["", "a,", "a b", "a;b", 3])
+def test_wrong_rdma_devices(value):
+    with pytest.raises(ConfigError, match="field 'rdma'"):
+        ClientConfig.load({"rdma": value})

@@ -101,7 +101,9 @@ class Router:
         self.pool = ConnectionPool(secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer, tls=tls)
         self.pool.learn_secret = self._learn_secret
         self.paths = open_data_paths(
-            PathEnvironment(self.pool, host, config.verify, self.copy_threads, rdma_devices(config.rdma))
+            PathEnvironment(
+                self.pool, host, config.verify, self.copy_threads, rdma_devices(config.rdma, tls=tls is not None)
+            )
         )
         try:
             self.refresh(deadline_s)

@@ -36,9 +36,14 @@ Rdma = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*$")]
 HugePages = Literal["try", "require", "never"]
 
 
-def rdma_devices(value: str) -> tuple[str, ...] | None:
-    """Return the names in a field of type Rdma: None for "off", empty for "auto", which means all devices."""
-    return None if value == "off" else () if value == "auto" else tuple(value.split(","))
+def rdma_devices(value: str, *, tls: bool) -> tuple[str, ...] | None:
+    """Return the names in a field of type Rdma: None for "off", empty for "auto", which means all devices.
+
+    `tls`: whether the cluster uses TLS. RDMA does not encrypt, so "auto" then means "off".
+    """
+    if value == "auto":
+        return None if tls else ()
+    return None if value == "off" else tuple(value.split(","))
 
 
 class Model(BaseModel):

@@ -25,8 +25,8 @@ class ClientConfig(Model):
             depends on the number of cores.
         copy_threads: Number of threads that share the copy of a large batch on this host. None means half the
             number of cores, at most 4.
-        rdma: "auto": use all active RDMA devices of the host, if pyverbs is installed. "off": use none. Otherwise the
-            names of the devices to use, such as "mlx5_0,mlx5_1".
+        rdma: "auto": use all active RDMA devices of the host, if pyverbs is installed and there is no TLS. "off": use
+            none. Otherwise the names of the devices to use, such as "mlx5_0,mlx5_1"; their bytes are not encrypted.
         verify: "remote" verifies the checksums of bytes from the network, "always" verifies all checksums, and "never"
             verifies none.
     """

@@ -23,8 +23,8 @@ class NodeConfig(Model):
         io_timeout_s: A peer that stalls for this long in the middle of a message is disconnected.
         max_connections: At most this many connections are served at once. Further connections are refused.
         storage: The node's memory and tiers.
-        rdma: "auto": use all active RDMA devices of the host, if pyverbs is installed. "off": use none. Otherwise the
-            names of the devices to use, such as "mlx5_0,mlx5_1".
+        rdma: "auto": use all active RDMA devices of the host, if pyverbs is installed and there is no TLS. "off": use
+            none. Otherwise the names of the devices to use, such as "mlx5_0,mlx5_1"; their bytes are not encrypted.
         tls: Certificates for all TCP connections of this node. None: no TLS.
     """
 

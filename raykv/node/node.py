@@ -121,7 +121,7 @@ class Node:
             config, store, self.lock, self._pool, lambda: self.view, announcer.wake, self.drain.started
         )
         reads = ReadHandler(config.node_id, store, self.lock, mover, index, announcer, self.replicas.meter)
-        self._rdma = RdmaHandler(store, self.lock, reads, rdma_devices(config.rdma))
+        self._rdma = RdmaHandler(store, self.lock, reads, rdma_devices(config.rdma, tls=tls is not None))
         self.handlers = self._handlers(reads)
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()

@@ -3,6 +3,7 @@
 Each check gets the path of the root directory, so that tests can simulate another host.
 """
 
+import importlib.util
 import os
 import platform
 import resource
@@ -45,7 +46,8 @@ class Finding:
 def examine(root: Path = Path("/")) -> list[Finding]:
     """Run all checks. This changes nothing on the host."""
     memory = (shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes)
-    return [check(root) for check in (*memory, cores, open_files, system, compiled_loops, tcp)]
+    software = (system, compiled_loops, tcp)
+    return [check(root) for check in (*memory, cores, open_files, *software, rdma_devices, locked_memory)]
 
 
 def report(findings: Iterable[Finding]) -> str:
@@ -183,6 +185,30 @@ def tcp(root: Path) -> Finding:
     says = f"congestion control is {chosen}" + (": its timers take up to a quarter of a sender's time" if paced else "")
     remedy = "inside a datacenter: sysctl net.ipv4.tcp_congestion_control=cubic (or ip route change ... congctl cubic)"
     return better("TCP", says, remedy, when=paced)
+
+
+def rdma_devices(root: Path) -> Finding:
+    """Check whether chunks can be read over RDMA: a device with an active port, and pyverbs."""
+    ports = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
+    active = [f"{port.parts[-3]}:{port.name}" for port in ports if _text(port / "state").startswith("4:")]
+    if not active:
+        says = f"{', '.join(port.parts[-3] for port in ports)}: no port is active" if ports else "no device"
+        return better(
+            "RDMA", f"{says}; nodes read each other over TCP", "bring the port up: rdma link", when=bool(ports)
+        )
+    lacks = importlib.util.find_spec("pyverbs") is None
+    says = f"active: {', '.join(active)}" + ("; pyverbs is missing, so nodes read each other over TCP" if lacks else "")
+    remedy = "install python3-pyverbs of the distribution or of MLNX_OFED; reads then take no CPU of the holder"
+    return better("RDMA", says, remedy, when=lacks)
+
+
+def locked_memory(root: Path) -> Finding:
+    """Check the limit of locked memory, which RDMA devices need for the arena. It matters only if there is a device."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    devices = any((root / "sys/class/infiniband").glob("*"))
+    says = "no limit" if limit == resource.RLIM_INFINITY else f"{_size(limit)} at most"
+    remedy = "ulimit -l unlimited (or LimitMEMLOCK=infinity; docker run --ulimit memlock=-1)"
+    return better("locked memory", says, remedy, when=devices and limit != resource.RLIM_INFINITY and os.geteuid() != 0)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import time
 import pytest
 
 import raykv
-from raykv.transport.rdma import path as rdma_path
 from tests.rdma.support import START_S, content, pair
 from tests.support.nodes import wait_until
 
@@ -21,7 +20,7 @@ SIZE = 400_000
 
 @pytest.fixture
 def both(monkeypatch):
-    monkeypatch.setattr(rdma_path, "RETRY_S", 1.0)
+    monkeypatch.setattr("raykv.transport.rdma.path.RETRY_S", 1.0)
     with pair() as made:
         made.wait_registered()
         yield made
@@ -71,7 +70,7 @@ def serve(address) -> None:
         signal.pause()
 
 
-@pytest.mark.parametrize("timeout_s", [1.0, 4.0])
+@pytest.mark.parametrize("timeout_s", [1.0, pytest.param(4.0, marks=pytest.mark.soak)])
 def test_a_holder_that_is_killed_in_the_middle(timeout_s):
     context = multiprocessing.get_context("spawn")
     address = context.Queue()

@@ -9,7 +9,6 @@ import pytest
 import raykv
 from raykv.errors import CapacityError
 from raykv.protocol import chunk_keys
-from raykv.transport.rdma import remote_read
 from tests.rdma.support import TIMEOUT_S, content, pair
 from tests.support.nodes import wait_until
 
@@ -71,7 +70,7 @@ def test_a_corrupt_chunk_is_a_miss_and_dropped(both):
 
 
 def test_several_windows(both, monkeypatch):
-    monkeypatch.setattr(remote_read, "STAGE_NBYTES", 700_000)  # two chunks, and their records
+    monkeypatch.setattr("raykv.transport.rdma.remote_read.STAGE_NBYTES", 700_000)  # two chunks, and their records
     sizes = [300_000] * 7
     names = both.put(sizes, first=400)
     result, into = both.get(names, sizes)
@@ -96,7 +95,7 @@ def test_reads_under_eviction(both, rng):
 
     def read(seed: int) -> None:
         own, client = random.Random(seed), both.reader
-        for _ in range(25):
+        for _ in range(10):
             some = own.sample(names, 10)
             into = [bytearray(size) for _ in some]
             hits = client.get(some, into, timeout_s=TIMEOUT_S).hits

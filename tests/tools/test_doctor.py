@@ -45,7 +45,7 @@ def shm_size(monkeypatch):
 
 def test_this_host_is_looked_at_and_every_finding_is_whole():
     found = doctor.examine()
-    assert len({finding.name for finding in found}) == 10
+    assert len({finding.name for finding in found}) == 12
     for finding in found:
         assert finding.grade in ("ok", "better", "wrong")
         assert finding.name
@@ -204,3 +204,20 @@ sys.exit(cli.main(sys.argv[1:]))
         "says": "so it is",
         "remedy": "mend it",
     }
+
+
+@pytest.mark.parametrize(
+    ("ports", "pyverbs", "grade", "says"),
+    [
+        ({}, True, "ok", "no device"),
+        ({"mlx5_0": "1: DOWN"}, True, "better", "no port is active"),
+        ({"mlx5_0": "4: ACTIVE", "mlx5_1": "1: DOWN"}, True, "ok", "active: mlx5_0:1"),
+        ({"mlx5_0": "4: ACTIVE"}, False, "better", "pyverbs is missing"),
+    ],
+)
+def test_rdma(host, monkeypatch, ports, pyverbs, grade, says):
+    for device, state in ports.items():
+        host.write(f"sys/class/infiniband/{device}/ports/1/state", state)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if pyverbs else None)
+    found = doctor.rdma_devices(host.root)
+    assert (found.grade, says in found.says) == (grade, True), found
