@@ -8,12 +8,17 @@ random share of packets to an interface that leads nowhere. A packet here is wha
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Final
 
 NOWHERE: Final = "02:00:00:00:ff:ff"
 """A hardware address that no interface has."""
+KILL_S: Final = 10.0
+"""`Network.close` kills processes for this long at most."""
+POLL_S: Final = 0.01
 RANDOM_WORD: Final = (-4096 + 56) & 0xFFFFFFFF
 """Where a classic BPF program loads a random number from: SKF_AD_OFF + SKF_AD_RANDOM."""
 
@@ -116,11 +121,12 @@ class Network:
 
     def close(self) -> None:
         """Kill what still runs on the hosts, and remove the hosts."""
-        for pid in self.pids():
-            try:
-                os.kill(pid, 9)
-            except ProcessLookupError:
-                pass
+        until_s = time.monotonic() + KILL_S
+        while (pids := self.pids()) and time.monotonic() < until_s:  # a process may start another one meanwhile
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            time.sleep(POLL_S)
         for name in (*map(self._namespace, self.addresses), self._bridge):
             try:
                 run("ip", "netns", "del", name)
