@@ -101,7 +101,7 @@ class LocalRay:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,  # Ctrl-C must not reach the nodes, because `close` ends them in order
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         self._processes.append(process)
         return number
@@ -161,7 +161,7 @@ class LocalRay:
         self.close()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Make the kernel end this process when its parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -181,8 +181,9 @@ def names_of(prompt: str) -> list[str]:
 class Probe:
     """Answers the test's questions with a client of its own."""
 
-    def __init__(self, connect: Callable[[], raykv.Client], nbytes: int, prompts: int) -> None:
-        self._connect, self._nbytes = connect, nbytes
+    def __init__(self, connect: Callable[[], raykv.Client], address: str, nbytes: int, prompts: int) -> None:
+        """Use the client that `connect` returns. It is connected to the node at `address`."""
+        self._connect, self._address, self._nbytes = connect, address, nbytes
         self._client: raykv.Client | None = None
         self._shared = [name for number in range(prompts) for name in names_of(f"shared-{number}")]
 
@@ -221,6 +222,12 @@ class Probe:
         ring = client.view().ring
         return [ring.nodes[owner] for owner in ring.owners(client.keys(names))]
 
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of the node that this client is connected to."""
+        router = self._connected().router
+        found = router.stats(router.deadline(0.5)).values()
+        return next((node for node in found if node.get("local_address") == self._address), {"epoch": "no answer"})
+
     def here(self) -> list[int]:
         """Return which chunks of the shared prompts are in this host's memory."""
         return self._held(0.0)
@@ -243,14 +250,14 @@ def main() -> None:
         return raykv.connect(SPACE, address=fields["address"], secret=fields["secret"])
 
     load = Load(connect, **{name: fields[name] for name in ("name", "seed", "nbytes", "prompts", "fresh")})
-    probe = Probe(connect, fields["nbytes"], fields["prompts"])
+    probe = Probe(connect, fields["address"], fields["nbytes"], fields["prompts"])
     thread = threading.Thread(target=load.run)
 
     def start() -> bool:
         thread.start()
         return True
 
-    questions = (probe.write, probe.read, probe.drop, probe.owners, probe.here, probe.found)
+    questions = (probe.write, probe.read, probe.drop, probe.owners, probe.stats, probe.here, probe.found)
     serve({"start": start, "report": load.report, **{question.__name__: question for question in questions}})
     load.stop.set()
     if thread.ident is not None:
