@@ -1,8 +1,8 @@
 """A GPU in host memory, for tests of the logic of `raykv.gpu`.
 
 Streams are queues. Nothing that is queued runs until a thread waits for an event. Then the streams run in a random
-order that the queues and the events allow. So a forgotten wait shows as wrong bytes. The kernels are those of kernels.cu,
-compiled by g++.
+order that the queues and the events allow. So a forgotten wait shows as wrong bytes. The kernels are those of
+kernels.cu, compiled by g++.
 
 Each access is checked: a kernel may use only GPU memory and pinned host memory, and no memory that was freed.
 """
@@ -62,6 +62,7 @@ class HostDevice:
         self._allocated: dict[int, int] = {}
         self._queues: dict[int, deque[Work | Event | tuple[Event]]] = {}
         self._clocks: dict[int, float] = {}
+        self._speeds: dict[int, float] = {}
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -113,6 +114,7 @@ class HostDevice:
     def new_stream(self) -> int:
         number = len(self._queues) + 1
         self._queues[number], self._clocks[number] = deque(), 0.0
+        self._speeds[number] = 10 ** self._rng.uniform(-3, 0)  # streams of very different speed are the hardest case
         return number
 
     def compute(self, stream: int, run: Callable[[], float]) -> None:
@@ -156,7 +158,7 @@ class HostDevice:
         ready = [(s, q) for s, q in heads if not isinstance(q[0], tuple) or q[0][0].at_s is not None]
         if not ready:
             return False
-        stream, queue = self._rng.choice(ready)
+        stream, queue = self._rng.choices(ready, [self._speeds[stream] for stream, _ in ready])[0]
         head = queue.popleft()
         if isinstance(head, Event):
             head.at_s = self._clocks[stream]
@@ -202,6 +204,11 @@ class HostDevice:
             if pitch:
                 targets = [staging + pitch * index for index in range(place_count)]
             self._require((target, part) for target in targets)
+            self._require(
+                (int(run["address"]) + int(place["block"]) * int(run["distance"]), int(run["nbytes"]))
+                for place in place_table
+                for run in run_table
+            )
             self._kernels(kernel == "gather", blocks, WARPS_PER_BLOCK * WARP_THREADS, *map(int, arguments))
             return place_count * part / self.rates[kernel]
 
