@@ -32,7 +32,7 @@ Chunk = tuple[Sequence[int | None], int]
 KERNEL_BLOCKS: Final = 16
 """A kernel has at most this many blocks, so it leaves the other multiprocessors to the engine. 16 blocks have 512 KiB
 under way. A link of 64 GB/s with a round trip of 2 us needs 128 KiB."""
-STAGING_NBYTES: Final = 64 << 20
+STAGING_NBYTES: Final = 32 << 20
 
 
 class Pinned(Protocol):

@@ -22,6 +22,9 @@ WARP_THREADS: Final = 32
 _PORTABLE_AND_MAPPED: Final = 1 | 2
 """Flags of cudaHostRegister and cudaHostAlloc: pinned for all contexts of the process, and readable by kernels."""
 
+_LARGE_NBYTES: Final = 1 << 20
+"""From this length on, GPU memory is allocated and freed by CUDA itself instead of cupy's pool."""
+
 
 class Memory(NamedTuple):
     """Memory that is freed when `owner` is gone. Queued work that uses it must have ended before.
@@ -175,7 +178,8 @@ class CupyDevice:
 
     def allocate(self, nbytes: int) -> Memory:
         with self._errors():
-            memory = self._cupy.cuda.alloc(nbytes)
+            # The pool never gives memory back to the engine, so it is only for tables.
+            memory = self._cupy.cuda.Memory(nbytes) if nbytes >= _LARGE_NBYTES else self._cupy.cuda.alloc(nbytes)
         return Memory(int(memory.ptr), nbytes, memory)
 
     def allocate_pinned(self, nbytes: int) -> Memory:

@@ -45,7 +45,8 @@ class HostDevice:
         gpu_offset: Distance from an address of registered memory in this process to its address for the GPU. Only
             devices without kernels may have another than 0.
         lockable_nbytes: CUDA refuses to pin more than this.
-        rates: Bytes a simulated second of "gather", "scatter" and "copy".
+        rates: Bytes a simulated second of "gather", "scatter", "copy", and of kernels that use only GPU memory: "gpu".
+        now_s: Simulated time of the host. It advances when a thread has waited.
         counts: Number of calls by kind: "gather", "scatter", "copy", "synchronize".
         waiting_threads: The threads that have waited for an event.
     """
@@ -57,10 +58,11 @@ class HostDevice:
         self.waiting_threads: set[threading.Thread] = set()
         self.gpu_offset = 0 if kernels else 1 << 44
         self.lockable_nbytes = 1 << 40
-        self.rates = {"gather": 1e9, "scatter": 1e9, "copy": 1e9}
+        self.rates = dict.fromkeys(["gather", "scatter", "copy", "gpu"], 1e9)
+        self.now_s = 0.0
         self.counts = dict.fromkeys(["gather", "scatter", "copy", "synchronize"], 0)
         self._allocated: dict[int, int] = {}
-        self._queues: dict[int, deque[Work | Event | tuple[Event]]] = {}
+        self._queues: dict[int, deque[tuple[Work | Event | tuple[Event], float]]] = {}
         self._clocks: dict[int, float] = {}
         self._speeds: dict[int, float] = {}
 
@@ -123,7 +125,7 @@ class HostDevice:
 
     def _queue(self, stream: int, work: "Work | Event | tuple[Event]") -> None:
         with self._lock:
-            self._queues[stream].append(work)
+            self._queues[stream].append((work, self.now_s))
 
     def record(self, stream: int, *, timed: bool = False) -> Event:
         event = Event()
@@ -145,6 +147,7 @@ class HostDevice:
             self.counts["synchronize"] += 1
             while event.at_s is None:
                 assert self._advance(), "the event never happens"
+            self.now_s = max(self.now_s, event.at_s)
 
     def run_all(self) -> None:
         """Run all queued work."""
@@ -155,11 +158,12 @@ class HostDevice:
     def _advance(self) -> bool:
         """Run the first entry of a random stream, if there is one that need not wait."""
         heads = [(stream, queue) for stream, queue in self._queues.items() if queue]
-        ready = [(s, q) for s, q in heads if not isinstance(q[0], tuple) or q[0][0].at_s is not None]
+        ready = [(s, q) for s, q in heads if not isinstance(q[0][0], tuple) or q[0][0][0].at_s is not None]
         if not ready:
             return False
         stream, queue = self._rng.choices(ready, [self._speeds[stream] for stream, _ in ready])[0]
-        head = queue.popleft()
+        head, queued_s = queue.popleft()
+        self._clocks[stream] = max(self._clocks[stream], queued_s)
         if isinstance(head, Event):
             head.at_s = self._clocks[stream]
         elif isinstance(head, tuple):
@@ -210,7 +214,7 @@ class HostDevice:
                 for run in run_table
             )
             self._kernels(kernel == "gather", blocks, WARPS_PER_BLOCK * WARP_THREADS, *map(int, arguments))
-            return place_count * part / self.rates[kernel]
+            return place_count * part / self.rates["gpu" if pitch else kernel]
 
         self._queue(stream, Work(run))
 
