@@ -72,11 +72,14 @@ class HostDevice:
         self.registering_threads.add(threading.current_thread())
         if sum(self.registered.values()) + nbytes > self.lockable_nbytes:
             raise OSError("CUDA: out of memory")
+        if address in self.registered:
+            raise OSError("CUDA: the memory is already registered")
         self.registered[address] = nbytes
         return address + self.gpu_offset
 
     def unregister(self, address: int) -> None:
-        assert not any(self._queues.values()), "work is queued that may use the memory"
+        queued = [entry for queue in self._queues.values() for entry, _ in queue]
+        assert not any(isinstance(entry, Work) for entry in queued), "work is queued that may use the memory"
         del self.registered[address]
 
     def add(self, array: npt.NDArray[np.uint8]) -> None:
