@@ -58,6 +58,8 @@ class PagedCopies:
 
     Stores and loads belong to two objects with their own streams, because the link works in both directions at once.
 
+    Call `close` before dropping the object.
+
     Attributes:
         lock: Guards the order in which work is queued, because transfers share the streams and the staging memory.
     """
@@ -114,10 +116,10 @@ class PagedCopies:
         return Bounce(memory, pieces)
 
     def close(self) -> None:
-        """Wait for all transfers. After it, memory may be unpinned and freed."""
+        """Wait for all that is queued. After it, memory may be unpinned and freed."""
         with self.lock:
-            for transfer in self._unfinished.values():
-                transfer.synchronize()
+            for lane in self._lanes:
+                self.device.synchronize(self.device.record(lane))
             self._unfinished.clear()
 
     # -- for Transfer, with the lock held ----------------------------------------------------------------------------

@@ -229,3 +229,14 @@ def test_no_chunks_and_no_layers(kernels, rng, np_rng, way):
     assert world.device.counts["gather"] == world.device.counts["copy"] == 0
     with pytest.raises(UsageError, match="layers"):
         transfer.queue(world.cache.layers)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_close_waits_for_the_tables_of_unused_copies(kernels, rng, np_rng, way):
+    """Otherwise they would be freed during their upload."""
+    world = World(rng, np_rng, kernels, pinned=1.0)
+    copies = world.copies("store", way)
+    copies.close()
+    del copies
+    gc.collect()
+    world.device.run_all()

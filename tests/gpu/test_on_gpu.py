@@ -100,6 +100,7 @@ def test_a_layerwise_store_is_exact(world, device, way, number):
     for layer in range(world.cache.layers):
         transfer.queue(layer, 1, after=device.record(world.stream))
     transfer.wait()
+    copies.close()
     assert np.array_equal(world.bytes, expected)
 
 
@@ -120,6 +121,8 @@ def test_a_load_is_exact(world, device, way, number):
 def test_the_calibration_chooses_ways(world, device):
     store, load = calibrated(device, world.cache, world.pinning)
     assert (store.direction, load.direction) == ("store", "load")
+    store.close()
+    load.close()
 
 
 def test_cuda_refuses_to_pin_the_same_memory_twice(world, device):

@@ -98,14 +98,15 @@ class HostDevice:
 
     def upload(self, table: npt.NDArray[Any], stream: int) -> Memory:
         memory, content = self.allocate(table.nbytes), table.tobytes()
+        address = memory.address  # the queue must not hold the memory
 
         def copy() -> float:
-            self._require([(memory.address, len(content))])
-            ctypes.memmove(memory.address, content, len(content))
+            self._require([(address, len(content))])
+            ctypes.memmove(address, content, len(content))
             return 0.0
 
         self._queue(stream, Work(copy))
-        return Memory(*memory)
+        return memory
 
     def _require(self, spans: Iterable[tuple[int, int]]) -> None:
         """Check that the GPU may access these (address, length)."""
