@@ -155,7 +155,7 @@ class CupyDevice:
         self._cupy, self._runtime, self._number = cupy, cupy.cuda.runtime, number
         self._streams: dict[int, Any] = {}
         self._runtime.setDevice(number)
-        module = cupy.RawModule(code=KERNELS.read_text(), options=("--std=c++11",))
+        module = cupy.RawModule(code=KERNELS.read_text())
         self._kernels = {name: module.get_function(name) for name in ("gather", "scatter")}
 
     @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,12 @@ def test_what_is_missing_where_there_is_a_gpu(tmp_path, monkeypatch, module, lac
     found = device.missing(tmp_path)
     assert lack in found
     assert bool(found) == bool(lack)
+
+
+def test_the_kernels_are_part_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["package-data"]["raykv.gpu"] == [device.KERNELS.name]
+    assert device.KERNELS.exists()
 
 
 def test_a_gpu_that_is_not_there_cannot_be_opened(monkeypatch):
