@@ -73,15 +73,15 @@ __device__ __forceinline__ void copy(const Run *runs, unsigned run_count, const 
                                      unsigned slices, u64 origin, u64 staging, u64 pitch) {
     unsigned lane = threadIdx.x % WARP;
     unsigned warps_per_block = blockDim.x / WARP;
-    u64 items = (u64)place_count * run_count * slices;
-    for (u64 item = (u64)blockIdx.x * warps_per_block + threadIdx.x / WARP; item < items;
-         item += (u64)gridDim.x * warps_per_block) {
-        u64 start = item % slices * SLICE;
-        u64 rest = item / slices;
+    unsigned items = place_count * run_count * slices; // fits: 2^32 slices are 8 TiB, and 64 bit divisions are slow
+    for (unsigned item = blockIdx.x * warps_per_block + threadIdx.x / WARP; item < items;
+         item += gridDim.x * warps_per_block) {
+        u64 start = (u64)(item % slices) * SLICE;
+        unsigned rest = item / slices;
         Run run = runs[rest % run_count];
         if (start >= run.nbytes)
             continue; // this run is shorter than the longest one
-        u64 index = rest / run_count;
+        unsigned index = rest / run_count;
         Place place = places[index];
         unsigned nbytes = run.nbytes - start < SLICE ? (unsigned)(run.nbytes - start) : SLICE;
         u64 base = pitch ? staging + pitch * index - origin : place.address;
