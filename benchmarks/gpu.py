@@ -337,7 +337,9 @@ def main() -> None:
     parser.add_argument(
         "--heads", type=int, default=8, help="KV heads of this rank (8: the whole model, 1: one of 8 ranks)"
     )
-    parser.add_argument("--blocks", type=int, default=256, help="blocks of the cache; half of them are copied")
+    parser.add_argument(
+        "--blocks", type=int, help="blocks of the cache, by default 2048 / heads; half of them are copied"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
@@ -351,7 +353,7 @@ def main() -> None:
         runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, stream)
 
     name = runtime.getDeviceProperties(0)["name"].decode()
-    bench = Bench(device, copy, Shape(heads=options.heads, blocks=options.blocks))
+    bench = Bench(device, copy, Shape(heads=options.heads, blocks=options.blocks or 2048 // options.heads))
     print(f"{name}: {bench.nbytes >> 20} MiB in {len(bench.chunks)} chunks, runs of {bench.shape.run_nbytes} bytes")
     print(f"pinning: {bench.pin_rate / 1e9:.2f} GB/s", flush=True)
     bench.round()  # not counted: kernels are loaded, and staging memory is allocated

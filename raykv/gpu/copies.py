@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from raykv.gpu.device import WARPS_PER_BLOCK, Device, Memory, Pitched
-from raykv.gpu.paged import PLACE, RUN, PagedCache, Part, Places, streaks
+from raykv.gpu.paged import PLACE, RUN, PagedCache, Part, Places, chunk_numbers, streaks
 
 Direction = Literal["store", "load"]
 Way = Literal["kernel", "staged"]
@@ -53,6 +54,21 @@ class Bounce(NamedTuple):
     pieces: list[tuple[int, int, int]]
 
 
+class Targets(NamedTuple):
+    """The blocks of a transfer.
+
+    Attributes:
+        places: Blocks, and their addresses for the GPU.
+        chunks: The number of the chunk of each place.
+    """
+
+    places: Places
+    chunks: npt.NDArray[np.intp]
+
+    def batch(self, first: int, count: int) -> "Targets":
+        return Targets(self.places[first : first + count], self.chunks[first : first + count])
+
+
 class PagedCopies:
     """Copies in one direction between one paged cache and host memory. Thread-safe.
 
@@ -79,9 +95,9 @@ class PagedCopies:
         self.device, self._pinned, self._kernel_blocks = device, pinned, kernel_blocks
         self._lanes = [device.new_stream() for _ in range(2 if way == "staged" else 1)]
         self._half_nbytes = max(staging_nbytes // 2, cache.block_nbytes)
-        self._joined, self._turn = device.new_stream(), 0
+        self._joined, self._tables, self._turn = device.new_stream(), device.new_stream(), 0
         self._staging = [device.allocate(self._half_nbytes) for _ in self._lanes if way == "staged"]
-        self._runs = device.upload(cache.runs, self._lanes[0])
+        self._runs = device.upload(cache.runs, self._tables)
         self.lock = threading.Lock()
         self._unfinished: dict[int, Transfer] = {}
 
@@ -103,7 +119,7 @@ class PagedCopies:
                 bounces.append(self._bounce(blocks, address))
                 target = bounces[-1].memory.address
             targets.append((blocks, target))
-        return Transfer(self, self.cache.places(targets), bounces)
+        return Transfer(self, Targets(self.cache.places(targets), chunk_numbers(targets)), bounces)
 
     def _bounce(self, blocks: Sequence[int | None], address: int) -> Bounce:
         """Provide pinned memory for a chunk. For a load, it gets the chunk's bytes."""
@@ -118,8 +134,8 @@ class PagedCopies:
     def close(self) -> None:
         """Wait for all that is queued. After it, memory may be unpinned and freed."""
         with self.lock:
-            for lane in self._lanes:
-                self.device.synchronize(self.device.record(lane))
+            for stream in (*self._lanes, self._tables):
+                self.device.synchronize(self.device.record(stream))
             self._unfinished.clear()
 
     # -- for Transfer, with the lock held ----------------------------------------------------------------------------
@@ -132,20 +148,20 @@ class PagedCopies:
 
     def upload_locked(self, places: Places) -> Memory:
         """Upload a transfer's places. All later work begins after this upload, and after that of the runs before it."""
-        memory = self.device.upload(places, self._lanes[0])
-        self._fork_locked(self.device.record(self._lanes[0]))
+        memory = self.device.upload(places, self._tables)
+        self._fork_locked(self.device.record(self._tables))
         return memory
 
-    def queue_locked(self, part: Part, places: Places, table: Memory, after: Any, *, timed: bool) -> Any:
+    def queue_locked(self, part: Part, targets: Targets, table: Memory, after: Any, *, timed: bool) -> Any:
         """Queue the copies of some layers. Returns an event at their end."""
         if after is not None:
             self._fork_locked(after)
         if self.way == "kernel":
-            self._launch_locked(part, table.address, len(places), self._lanes[0], staging=0)
+            self._launch_locked(part, table.address, len(targets.places), self._lanes[0], staging=0)
         else:
             batch = self._half_nbytes // part.nbytes
-            for first in range(0, len(places), batch):
-                self._stage_locked(part, places[first : first + batch], table.address + first * PLACE.itemsize)
+            for first in range(0, len(targets.places), batch):
+                self._stage_locked(part, targets.batch(first, batch), table.address + first * PLACE.itemsize)
         # The lanes do not wait for each other. So the kernel for one layer runs during the copy of the layer before.
         for lane in self._lanes:
             self.device.wait(self._joined, self.device.record(lane))
@@ -156,13 +172,13 @@ class PagedCopies:
         for lane in self._lanes:
             self.device.wait(lane, event)
 
-    def _stage_locked(self, part: Part, places: Places, table: int) -> None:
+    def _stage_locked(self, part: Part, targets: Targets, table: int) -> None:
         """Copy some layers of a batch of blocks through one half of the staging memory."""
         self._turn = 1 - self._turn
-        lane, staging = self._lanes[self._turn], self._staging[self._turn].address
+        lane, staging, places = self._lanes[self._turn], self._staging[self._turn].address, targets.places
         if self.direction == "store":
             self._launch_locked(part, table, len(places), lane, staging=staging)
-        for first, count in streaks(places, self.cache.block_nbytes):
+        for first, count in streaks(places, self.cache.block_nbytes, targets.chunks):
             host = Pitched(int(places["address"][first]) + part.origin, self.cache.block_nbytes)
             staged = Pitched(staging + first * part.nbytes, part.nbytes)
             to, source = (host, staged) if self.direction == "store" else (staged, host)
@@ -195,8 +211,8 @@ class Transfer:
     Until the queued copies have ended, `PagedCopies` holds what the GPU uses, also if the caller drops the transfer.
     """
 
-    def __init__(self, copies: PagedCopies, places: Places, bounces: Sequence[Bounce]) -> None:
-        self._copies, self._places, self._bounces = copies, places, bounces
+    def __init__(self, copies: PagedCopies, targets: Targets, bounces: Sequence[Bounce]) -> None:
+        self._copies, self._targets, self._bounces = copies, targets, bounces
         self._table: Memory | None = None
         self._event: Any = None
 
@@ -214,14 +230,15 @@ class Transfer:
 
         Raises:
             UsageError: The cache does not have these layers.
+            OSError: Work on the GPU has failed.
         """
         copies = self._copies
         part = copies.cache.part(first_layer, copies.cache.layers - first_layer if layers is None else layers)
         with copies.lock:
-            if self._table is None and len(self._places):
-                self._table = copies.upload_locked(self._places)
+            if self._table is None and len(self._targets.places):
+                self._table = copies.upload_locked(self._targets.places)
             table = self._table or Memory(0, 0, None)
-            self._event = copies.queue_locked(part, self._places, table, after, timed=timed)
+            self._event = copies.queue_locked(part, self._targets, table, after, timed=timed)
             copies.hold_locked(self)
         return self._event
 

@@ -126,14 +126,27 @@ class PagedCache:
         return np.array(found, PLACE)
 
 
-def streaks(places: Places, block_nbytes: int) -> list[tuple[int, int]]:
-    """Cut places into streaks: successive places whose contents are adjacent in memory.
+def streaks(places: Places, block_nbytes: int, chunks: npt.NDArray[np.intp] | None = None) -> list[tuple[int, int]]:
+    """Cut places into streaks: successive places of one chunk whose contents are adjacent in memory.
+
+    A streak never contains two chunks, because these may lie in extents that are registered with CUDA one by one.
+
+    Args:
+        chunks: The number of each place's chunk: see `chunk_numbers`. None: all belong to one chunk.
 
     Returns:
         (Index of the first place, number of places) of each streak.
     """
     if not len(places):
         return []
-    cuts = np.flatnonzero(np.diff(places["address"]) != block_nbytes) + 1
+    is_cut = np.diff(places["address"]) != block_nbytes
+    if chunks is not None:
+        is_cut |= np.diff(chunks) != 0
+    cuts = np.flatnonzero(is_cut) + 1
     starts = [0, *cuts.tolist()]
     return [(start, end - start) for start, end in zip(starts, [*starts[1:], len(places)], strict=True)]
+
+
+def chunk_numbers(chunks: Sequence[tuple[Sequence[int | None], int]]) -> npt.NDArray[np.intp]:
+    """Return for each of `PagedCache.places(chunks)` the index of its chunk."""
+    return np.repeat(np.arange(len(chunks)), [len(blocks) - list(blocks).count(None) for blocks, _ in chunks])

@@ -240,3 +240,18 @@ def test_close_waits_for_the_tables_of_unused_copies(kernels, rng, np_rng, way):
     del copies
     gc.collect()
     world.device.run_all()
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_no_copy_crosses_from_one_registered_extent_to_the_next(kernels, rng, np_rng, direction):
+    """CUDA refuses such a copy, also if the extents are neighbours. Here chunks fill their extents."""
+    world = World(rng, np_rng, kernels, sizes=[[4096], [4096]], blocks=8)
+    size, extents = world.cache.block_nbytes, np.zeros(8 * 8192, np.uint8)
+    world.chunks = [[5, 1], [0, 6], [3, 4]]
+    for number in range(4):
+        world.device.register(extents.ctypes.data + 2 * size * number, 2 * size)
+    targets = [(chunk, extents.ctypes.data + 2 * size * number) for number, chunk in enumerate(world.chunks)]
+    transfer = world.copies(direction, "staged").begin(targets)
+    transfer.queue()
+    transfer.wait()
+    assert world.device.counts["copy"] == 3

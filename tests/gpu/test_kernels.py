@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raykv.errors import UsageError
-from raykv.gpu.paged import PLACE, RUN, SLICE_NBYTES, PagedCache, Run, streaks
+from raykv.gpu.paged import PLACE, RUN, SLICE_NBYTES, PagedCache, Run, chunk_numbers, streaks
 from tests.support.gpu import KERNELS, HostCache, compile_kernels, random_sizes
 
 
@@ -128,6 +128,8 @@ def test_places_skip_blocks_that_are_not_copied_and_streaks_end_there():
     assert places.tolist() == [(7, 10_000), (1, 10_120), (2, 10_180), (3, 10_240), (4, 20_000)]
     assert streaks(places, 60) == [(0, 1), (1, 3), (4, 1)]
     assert streaks(places[:0], 60) == []
+    assert chunk_numbers([([7, None, 1, 2], 0), ([], 0), ([3], 0)]).tolist() == [0, 0, 0, 2]
+    assert streaks(places, 60, np.array([0, 0, 0, 1, 2])) == [(0, 1), (1, 2), (3, 1), (4, 1)]
 
 
 @pytest.mark.parametrize("runs", [[], [Run(0, 8, 0)], [Run(0, 8, 9)]])
