@@ -110,7 +110,7 @@ class HostDevice:
 
     def _require(self, spans: Iterable[tuple[int, int]]) -> None:
         """Check that the GPU may access these (address, length)."""
-        usable = [*self.registered.items(), *self._allocated.items()]
+        usable = [*self.registered.items(), *self._allocated.copy().items()]
         for address, nbytes in spans:
             inside = (start <= address and address + nbytes <= start + length for start, length in usable)
             assert any(inside), f"{nbytes} bytes at {address:#x} are not memory of the GPU or pinned, or were freed"
