@@ -95,9 +95,7 @@ def parser() -> argparse.ArgumentParser:
     down = commands.add_parser("down", help="end all nodes and free their memory")
     down.set_defaults(run=_down)
 
-    doctor = commands.add_parser("doctor", help="what this host grants raykv, and how to get more; needs no Ray")
-    doctor.add_argument("--json", action="store_true", help="for programs")
-    doctor.set_defaults(here=_doctor)
+    _add_doctor(commands)
 
     plan = commands.add_parser(
         "plan", help="what a cache of a given size and policy would save on a trace; needs no Ray"
@@ -108,6 +106,15 @@ def parser() -> argparse.ArgumentParser:
     for command in (up, status, upgrade, drain, record, rotate, down, *asking):
         command.add_argument("--name", default="default", help="name of the raykv cluster")
     return whole
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser("doctor", help="what this host grants raykv, and how to get more; needs no Ray")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.add_argument(
+        "--record-sys", metavar="FILE", help="write what /sys says of NICs and GPUs, for bug reports; must not exist"
+    )
+    doctor.set_defaults(here=_doctor)
 
 
 def _add_rotate(commands: Any) -> argparse.ArgumentParser:
@@ -253,9 +260,22 @@ def _down(options: argparse.Namespace) -> str:
 def _doctor(options: argparse.Namespace) -> int:
     from raykv.tools import doctor
 
+    if options.record_sys:
+        return _record_sys(options.record_sys)
     found = doctor.examine()
     print(json.dumps(list(map(asdict, found)), indent=2) if options.json else doctor.report(found))
     return int(any(finding.grade == "wrong" for finding in found))
+
+
+def _record_sys(path: str) -> int:
+    from raykv.transport.rails.recording import record_sys
+
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(record_sys())
+    except OSError as error:
+        raise RayKVError(f"--record-sys {path}: {error.strerror}") from error
+    return 0
 
 
 def _table(found: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from raykv.memory import native, numa, pages
 from raykv.memory.cgroup import cgroup_file, lines_of
 from raykv.memory.cgroup import memory_limit as find_memory_limit
 from raykv.memory.host import meminfo
+from raykv.transport.rails.topology import Gpu, Place, Topology, read_topology
 
 Grade = Literal["ok", "better", "wrong"]
 
@@ -34,7 +35,7 @@ class Finding:
     Attributes:
         name: What was checked.
         grade: "ok"; "better": raykv works, but the remedy would help; "wrong": raykv cannot work well.
-        says: The result, for people.
+        says: The result, for people: one or several lines.
         remedy: A command or a step that helps. Empty if nothing needs to be done.
     """
 
@@ -47,16 +48,17 @@ class Finding:
 def examine(root: Path = Path("/")) -> list[Finding]:
     """Run all checks. This changes nothing on the host."""
     memory = (shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes)
-    software = (system, compiled_loops, tcp)
-    return [check(root) for check in (*memory, cores, open_files, *software, rdma_devices, locked_memory, gpus)]
+    software, network = (system, compiled_loops), (tcp, rdma_devices, locked_memory, nics, nearest_nics)
+    return [check(root) for check in (*memory, cores, open_files, *software, *network, gpus)]
 
 
 def report(findings: Iterable[Finding]) -> str:
-    """Format findings for people: one line each, with the remedy below it."""
+    """Format findings for people: a line each or several, with the remedy below."""
     words = {"ok": "ok", "better": "could be better", "wrong": "WRONG"}
     lines = []
     for finding in findings:
-        lines.append(f"{finding.name:<18} {words[finding.grade]:<16} {finding.says}")
+        says = finding.says.replace("\n", f"\n{'':<36}")
+        lines.append(f"{finding.name:<18} {words[finding.grade]:<16} {says}")
         if finding.remedy:
             lines.append(f"{'':<18} {'':<16} -> {finding.remedy}")
     return "\n".join(lines)
@@ -223,6 +225,41 @@ def gpus(root: Path) -> Finding:
         "pip install 'raykv[gpu]' (cupy for CUDA 12; for CUDA 13: pip install cupy-cuda13x), and a driver of that CUDA"
     )
     return better(name, says if lack else f"{len(found)}, usable by raykv.gpu", remedy, when=bool(lack))
+
+
+# -- NICs --------------------------------------------------------------------------------------------------------------
+
+
+def nics(root: Path) -> Finding:
+    """List the RDMA ports and network devices, with rate and NUMA node. The grade is always "ok"."""
+    topology = read_topology(root / "sys")
+    ports = (_nic(port.name, port.active, port.gbit_s, port.place, port.link_layer) for port in topology.ports)
+    devices = (_nic(each.name, each.active, each.gbit_s, each.place, "TCP") for each in topology.net_devices)
+    return Finding("NICs", "ok", "\n".join([*ports, *devices]) or "none is visible")
+
+
+def nearest_nics(root: Path) -> Finding:
+    """List the NICs nearest to each GPU and NUMA node: RDMA ports, or network devices if there are none."""
+    topology = read_topology(root / "sys")
+    lines = [f"GPU {gpu.index} ({gpu.place.address}): {_nearest(topology, gpu)}" for gpu in topology.gpus]
+    lines += [f"NUMA node {node}: {_nearest(topology, node)}" for node in topology.numa_nodes]
+    return Finding("nearest NICs", "ok", "\n".join(lines) or "no GPU and no NUMA node is visible")
+
+
+def _nic(name: str, active: bool, gbit_s: float, place: Place, kind: str) -> str:
+    rate = f"{gbit_s:g} Gbit/s" if gbit_s else "rate unknown"
+    node = f"NUMA node {place.numa_node}" if place.numa_node >= 0 else "NUMA node unknown"
+    return f"{name}: {f'{rate}, ' if active else ''}{kind or 'link unknown'}, {node}{'' if active else ', down'}"
+
+
+def _nearest(topology: Topology, near: Gpu | int) -> str:
+    """Format the NICs that are as near as the nearest one, fastest first, with their distance."""
+    place = near.place if isinstance(near, Gpu) else Place(numa_node=near)
+    found = [(nic.name, topology.distance(place, nic.place)) for nic in topology.nearest(near)] or [
+        (nic.name, topology.distance(place, nic.place)) for nic in topology.nearest_net_devices(near)
+    ]
+    names = [name for name, distance in found if distance is found[0][1]]
+    return f"{', '.join(names)} ({found[0][1].name})" if found else "no NIC is up"
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

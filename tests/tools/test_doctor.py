@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from raykv.memory import native, pages
-from raykv.tools import doctor
+from raykv.tools import cli, doctor
+from tests.support.sysfs import build_sys, lines_of
 
 GIB = 1 << 30
 
@@ -45,14 +46,15 @@ def shm_size(monkeypatch):
 
 def test_this_host_is_looked_at_and_every_finding_is_whole():
     found = doctor.examine()
-    assert len({finding.name for finding in found}) == 13
+    assert len({finding.name for finding in found}) == 15
     for finding in found:
         assert finding.grade in ("ok", "better", "wrong")
         assert finding.name
         assert finding.says
         assert finding.remedy or finding.grade == "ok"
     text = doctor.report(found)
-    assert all(finding.name in text and finding.says in text for finding in found)
+    assert all(finding.name in text for finding in found)
+    assert all(line in text for finding in found for line in finding.says.splitlines())
 
 
 def test_a_host_that_says_nothing_is_looked_at_too(tmp_path):
@@ -170,6 +172,52 @@ def test_tcp(host, chosen, grade):
     found = doctor.tcp(host.root)
     assert found.grade == grade
     assert f"is {chosen}" in found.says
+
+
+def test_nics_of_a_large_host(host):
+    build_sys(host.root / "sys", lines_of("dgx_h100"))
+    nics = doctor.nics(host.root).says.splitlines()
+    assert len(nics) == 12 + 13
+    assert nics[0] == "mlx5_0:1: 400 Gbit/s, InfiniBand, NUMA node 0"
+    assert "eno3: 10 Gbit/s, TCP, NUMA node 0" in nics
+    finding = doctor.nearest_nics(host.root)
+    nearest = finding.says.splitlines()
+    assert nearest[0] == "GPU 0 (0000:1b:00.0): mlx5_0:1 (PXB)"
+    assert nearest[7] == "GPU 7 (0000:df:00.0): mlx5_11:1 (PXB)"
+    assert nearest[8:] == [
+        "NUMA node 0: mlx5_0:1, mlx5_1:1, mlx5_3:1, mlx5_4:1, mlx5_5:1, mlx5_2:1 (NODE)",
+        "NUMA node 1: mlx5_6:1, mlx5_7:1, mlx5_9:1, mlx5_10:1, mlx5_11:1, mlx5_8:1 (NODE)",
+    ]
+    lines = doctor.report([finding]).splitlines()
+    assert lines[1] == " " * 36 + nearest[1], "further lines are below the first"
+
+
+def test_nics_that_are_down_or_unknown(host):
+    build_sys(host.root / "sys", lines_of("workstation"))
+    assert "mlx5_1:1: Ethernet, NUMA node unknown, down" in doctor.nics(host.root).says
+    assert doctor.nearest_nics(host.root).says.splitlines() == [
+        "GPU 0 (0000:07:00.0): mlx5_0:1 (PHB)",
+        "NUMA node 0: mlx5_0:1 (NODE)",
+    ]
+
+
+def test_a_host_without_rdma_names_its_network_devices(host):
+    build_sys(host.root / "sys", [line for line in lines_of("workstation") if "infiniband" not in line])
+    assert doctor.nearest_nics(host.root).says.splitlines() == [
+        "GPU 0 (0000:07:00.0): enp1s0f0np0, enp6s0 (PHB)",
+        "NUMA node 0: enp1s0f0np0, enp6s0 (NODE)",
+    ]
+    (host.root / "empty").mkdir()
+    assert doctor.nics(host.root / "empty").says == "none is visible"
+
+
+def test_what_sys_says_is_recorded(tmp_path, capsys):
+    path = tmp_path / "here.txt"
+    assert cli.main(["doctor", "--record-sys", str(path)]) == 0
+    build_sys(tmp_path / "sys", path.read_text().splitlines())
+    assert doctor.nearest_nics(tmp_path) == doctor.nearest_nics(Path("/"))
+    assert cli.main(["doctor", "--record-sys", str(path)]) == 1
+    assert "File exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("built", [True, False])
