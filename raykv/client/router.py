@@ -279,7 +279,11 @@ class Router:
         """
         if node_id == self.local_id:
             assert self.local is not None
-            return self.local.call(request, deadline_s)
+            try:
+                return self.local.call(request, deadline_s)
+            except TransientError:
+                self.pool.failures += 1  # the node may have left: `view` fetches a new view
+                raise
         return self.ask(self.member(node_id, deadline_s).address, request, deadline_s)
 
     @property

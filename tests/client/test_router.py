@@ -150,6 +150,22 @@ def test_mappings_of_nodes_that_left_are_released():
         assert get(client, names(2)).prefix == 2
 
 
+def test_a_client_whose_node_left_learns_so_though_that_node_owned_all_keys():
+    with cluster(3) as running:
+        client = running.client(SPACE, node=2, breaker_s=0.2)
+        view = client.view()
+        keys = [f"key-{number}" for number in range(100)]
+        owners = view.ring.owners(client.keys(keys))
+        owned = [key for key, owner in zip(keys, owners, strict=True) if view.ring.nodes[owner] == "node-2"]
+        assert len(owned) > 10
+        assert get(client, owned).prefix == 0  # maps the node's memory
+        running.nodes[2].stop(unlink=True)
+        running.settle()
+        put(running.client(SPACE, node=0), owned)
+        running.settle()
+        wait_until(lambda: get(client, owned).prefix == len(owned), 2.0)
+
+
 def test_a_match_has_one_deadline_for_all_that_it_does(monkeypatch):
     with cluster(2) as running:
         put(running.client(SPACE, node=0), ["a"])
