@@ -21,6 +21,7 @@ SIZE = 400_000
 @pytest.fixture
 def both(monkeypatch):
     monkeypatch.setattr("raykv.transport.rdma.path.RETRY_S", 1.0)
+    monkeypatch.setattr("raykv.client.root_copies.COPY_READS", 1 << 30)  # so that all reads go to the other node
     with pair() as made:
         made.wait_registered()
         yield made
@@ -47,15 +48,68 @@ def test_a_wrong_key_of_the_registration(both, monkeypatch):
     assert read(both, names) == {"rdma": 4 * SIZE}
 
 
+def rails_out(both) -> list[str]:
+    (path,) = (each for each in both.reader.router.paths._paths if each.name == "rdma")
+    return path._rails.out()
+
+
 def test_a_link_that_goes_down_and_comes_back(both):
+    """The other device still reads, because its packets to itself do not leave the host."""
     names = both.put([SIZE] * 4)
     assert read(both, names) == {"rdma": 4 * SIZE}
     subprocess.run(["ip", "link", "set", "va", "down"], check=True)
     try:
-        assert read(both, names) == {"tcp": 4 * SIZE}
+        assert read(both, names) == {"rdma": 4 * SIZE}
+        assert rails_out(both) == ["rxe0:1"]
     finally:
         subprocess.run(["sh", "tests/rdma/link_up.sh"], check=True)
-    wait_until(lambda: read(both, names) == {"rdma": 4 * SIZE}, START_S)
+    wait_until(lambda: read(both, names) == {"rdma": 4 * SIZE} and not rails_out(both), START_S)
+
+
+def test_no_rail_is_left(both):
+    names = both.put([SIZE] * 4)
+    assert read(both, names) == {"rdma": 4 * SIZE}
+    for interface in ("va", "vb"):
+        subprocess.run(["ip", "link", "set", interface, "down"], check=True)
+    try:
+        assert read(both, names) == {"tcp": 4 * SIZE}
+        assert both.reader.stats()["data_paths"]["rdma"]
+    finally:
+        subprocess.run(["sh", "tests/rdma/link_up.sh"], check=True)
+
+
+def test_a_rail_that_fails_in_the_middle(both, monkeypatch):
+    from raykv.transport.rdma import verbs
+    from raykv.transport.rdma.queue_pair import QueuePair
+
+    names = both.put([1 << 20] * 8)
+    broken, posted = [], QueuePair.read
+
+    def read_and_break(pair, pieces, *, deadline_s):
+        if pair.device.name == "rxe1" and not broken:
+            broken.append(pair)
+            attributes = verbs.QPAttr()
+            attributes.qp_state = verbs.enums.IBV_QPS_ERR
+            pair._pair.modify(attributes, verbs.enums.IBV_QP_STATE)
+        return posted(pair, pieces, deadline_s=deadline_s)
+
+    def get() -> None:
+        result, into = both.get(names, [1 << 20] * 8)
+        assert result.nbytes_by_path == {"rdma": 8 << 20}
+        assert [bytes(each) for each in into] == [content(number, 1 << 20) for number in range(8)]
+
+    get()
+    monkeypatch.setattr(QueuePair, "read", read_and_break)
+    get()
+    assert broken
+    assert rails_out(both) == ["rxe1:1"]
+    get()  # over the other rail alone
+
+    def is_back() -> bool:
+        get()
+        return not rails_out(both)
+
+    wait_until(is_back, START_S)
 
 
 def serve(address) -> None:

@@ -76,8 +76,8 @@ class RdmaHandler:
     def _connect(self, request: messages.ConnectRdma, session: NodeSession) -> Reply:
         if self._exports is None:
             raise UsageError(f"this node cannot be read over RDMA: {self.reason}")
-        if session.rails:
-            raise UsageError("this connection has queue pairs already")
+        while session.at_close:  # the peer connects again, because a rail of it has failed or is back
+            session.at_close.pop()()
         peer, answer = self._exports.connect(request.ends)
         session.rails = peer.rails
         session.at_close.append(peer.close)

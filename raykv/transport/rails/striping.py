@@ -185,6 +185,10 @@ class Rails:
         """Whether a rail is in use, which means that it was not taken out."""
         return self._rails[rail].breaker.pause_s(now_s) is None
 
+    def admits(self, rail: int, now_s: float) -> bool:
+        """Whether `assign` may use a rail now: it works, or a probe of it is due."""
+        return self._rails[rail].breaker.admits(now_s)
+
     def rate(self, rail: int, now_s: float) -> float:
         """Return the rate of a rail in bytes a second."""
         return self._rails[rail].rate(now_s)

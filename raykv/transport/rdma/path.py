@@ -12,9 +12,10 @@ from raykv.transport.bulk_read import ReadRun
 from raykv.transport.data_path import DataPath, LinkPath, PathEnvironment
 from raykv.transport.link import Link
 from raykv.transport.rdma.device import Device, open_devices
-from raykv.transport.rdma.queue_pair import Broken, QueuePair
-from raykv.transport.rdma.remote_read import Connection, RemoteRead
+from raykv.transport.rdma.queue_pair import Broken
+from raykv.transport.rdma.remote_read import RemoteRead
 from raykv.transport.rdma.staging import Stages
+from raykv.transport.rdma.transfer import Connection, LocalRails
 from raykv.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class RdmaPath(DataPath):
         self._verify = environment.verify != "never"
         self.devices: list[Device] = open_devices(environment.rdma or ())
         self._stages = Stages(self.devices)
+        self._rails = LocalRails(self.devices) if self.devices else None
         self._connections: WeakKeyDictionary[Link, Connection] = WeakKeyDictionary()
         self._failed: dict[NodeId, tuple[float, str]] = {}  # until when a node is read over TCP, and why
 
@@ -66,7 +68,10 @@ class RdmaPath(DataPath):
         began_s, before = time.monotonic(), len(run.arrived)
         try:
             connection = self._connection(link, deadline_s)
-            reading = RemoteRead(run, connection, self._stages, verify=self._verify, threads=self._environment.threads)
+            assert self._rails is not None
+            reading = RemoteRead(
+                run, connection, self._stages, self._rails, verify=self._verify, threads=self._environment.threads
+            )
             left = reading.read(link, deadline_s=deadline_s)
         except (Broken, CapacityError, UsageError) as error:
             now_s = time.monotonic()
@@ -82,10 +87,13 @@ class RdmaPath(DataPath):
 
     def _connection(self, link: Link, deadline_s: float) -> Connection:
         """Return the queue pairs of a link. They are connected at the first call."""
+        assert self._rails is not None
         found = self._connections.get(link)
+        if found is not None and found.lacks(self._rails):
+            found.close()
+            found = None
         if found is None:
-            pairs = [QueuePair(device) for device in self.devices]
-            found = self._connections[link] = Connection(link, pairs, deadline_s=deadline_s)
+            found = self._connections[link] = Connection(link, self._rails, deadline_s=deadline_s)
         return found
 
     def _read_over_tcp(self, member: Member, run: ReadRun, places: list[int], deadline_s: float) -> None:

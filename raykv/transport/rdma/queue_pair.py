@@ -45,6 +45,10 @@ class Broken(PeerUnavailable):
     """The queue pair cannot be used any more. The connection for messages may still work."""
 
 
+class Late(Broken):
+    """The deadline has passed before a request was done. This says nothing about the queue pair."""
+
+
 class QueuePair:
     """One end of a connection. Not thread-safe."""
 
@@ -140,7 +144,8 @@ class QueuePair:
         """Wait until all requests up to `number` are done. The GIL is free while this thread sleeps.
 
         Raises:
-            Broken: A request failed, or the deadline has passed. The device may write to the buffers until `close`.
+            Late: The deadline has passed. The device may write to the buffers until `close`.
+            Broken: A request failed. The device may write to the buffers until `close`.
         """
         if self._completed >= number:
             return
@@ -158,7 +163,7 @@ class QueuePair:
                 return
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise Broken(f"{self.device.name}: no answer by the deadline")
+                raise Late(f"{self.device.name}: no answer by the deadline")
             if select.select([self._fd], [], [], min(left_s, 1.0))[0]:
                 self._channel.get_cq_event(self._completions)
                 self._completions.ack_events(1)

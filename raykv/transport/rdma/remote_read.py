@@ -6,21 +6,21 @@ because a device may fetch the memory of several reads in any order. Nothing is 
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from raykv.errors import ProtocolError
 from raykv.memory.copying import CopyThreads, checksum_of, scatter
 from raykv.memory.layout import RECORD
 from raykv.protocol import messages
 from raykv.protocol.codec import array, expect
 from raykv.transport.bulk_read import PART_KEYS, ReadRun
 from raykv.transport.link import Link
-from raykv.transport.rdma.queue_pair import Broken, Piece, QueuePair
+from raykv.transport.rdma.queue_pair import Late
 from raykv.transport.rdma.staging import STAGE_NBYTES, Stage, Stages
+from raykv.transport.rdma.transfer import Connection, Item, LocalRails, Transfer
 
 PART_NBYTES: Final = STAGE_NBYTES
 """One request asks for chunks of at most this many bytes, or for one chunk."""
@@ -42,13 +42,13 @@ class Source(NamedTuple):
 
 @dataclass
 class Window:
-    """Chunks that are read into one stage, and where each lies in it. `tickets`: what to wait for, by queue pair."""
+    """Chunks that are read into one stage, and where each lies in it. `transfer`: their bytes, then their records."""
 
     sources: list[Source] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     used: int = 0
     stage: Stage | None = None
-    tickets: dict[int, int] = field(default_factory=dict)
+    transfer: Transfer | None = None
 
     def fits(self, source: Source) -> bool:
         """Whether there is room for a further chunk, and for the records of all chunks behind them."""
@@ -61,46 +61,21 @@ class Window:
         self.used += _aligned(source.nbytes)
 
 
-class Connection:
-    """The queue pairs that belong to one link. They are connected at the first use, and end with the link."""
-
-    def __init__(self, link: Link, pairs: Sequence[QueuePair], *, deadline_s: float) -> None:
-        """Connect. Takes over `pairs`: they are closed after an error.
-
-        Raises:
-            Broken: A device refuses.
-            RayKVError: The node refuses: it has no device. Or an error of `Link.call`.
-        """
-        self.pairs = list(pairs)
-        try:
-            request = messages.ConnectRdma(tuple(pair.end for pair in pairs))
-            answer = expect(messages.RdmaConnected, link.call(request, deadline_s=deadline_s))
-            if len(answer.ends) != len(pairs):
-                raise ProtocolError(f"{len(answer.ends)} queue pairs in the answer to {len(pairs)}")
-            for pair, end in zip(pairs, answer.ends, strict=True):
-                pair.connect(end)
-            self.arena, self.records = answer.arena, answer.records
-            self.record_keys = array(answer.record_keys, "<u4", len(pairs)).tolist()
-        except BaseException:
-            self.close()
-            raise
-        link.at_close.append(self.close)
-
-    def close(self) -> None:
-        """End the queue pairs. When this has returned, no device writes to a stage any more."""
-        pairs, self.pairs = self.pairs, []
-        for pair in pairs:
-            pair.close()
-
-
 class RemoteRead:
     """Reads one run. One window of chunks is copied to the caller's buffers while the next one is on the network."""
 
     def __init__(
-        self, run: ReadRun, connection: Connection, stages: Stages, *, verify: bool, threads: CopyThreads
+        self,
+        run: ReadRun,
+        connection: Connection,
+        stages: Stages,
+        rails: LocalRails,
+        *,
+        verify: bool,
+        threads: CopyThreads,
     ) -> None:
         """`verify`: whether to compare checksums, in addition to the records."""
-        self._run, self._connection, self._stages = run, connection, stages
+        self._run, self._connection, self._stages, self._rails = run, connection, stages, rails
         self._verify, self._threads = verify, threads
         self._named_any = False
         self.left: list[int] = []
@@ -121,17 +96,10 @@ class RemoteRead:
         held: list[Window] = []
         try:
             for window in self._windows(link, deadline_s):
-                window.stage = self._stages.take(deadline_s=0.0 if held else deadline_s)
-                if window.stage is None and ahead is not None:  # readers must not wait for each other's stages
-                    self._begin_end(ahead, deadline_s)
-                    self._end(ahead, held, deadline_s)
-                    ahead, window.stage = None, self._stages.take(deadline_s=deadline_s)
-                if window.stage is None:
-                    raise Broken("no registered memory became free by the deadline")
-                held.append(window)
+                ahead = self._take_stage(window, ahead, held, deadline_s)
                 if ahead is not None:
                     self._begin_end(ahead, deadline_s)
-                self._start(window, window.stage, deadline_s)
+                self._start(window, deadline_s)
                 if ahead is not None:
                     self._end(ahead, held, deadline_s)
                 ahead = window
@@ -144,11 +112,33 @@ class RemoteRead:
             raise
         finally:
             for window in held:
-                if window.stage is not None:
-                    self._stages.give(window.stage)
+                self._give_up(window)
         if self._run.corrupt:
             link.call(messages.Suspect(self._run.progress.raw_keys(self._run.corrupt)), deadline_s=deadline_s)
         return self.left
+
+    def _take_stage(self, window: Window, ahead: Window | None, held: list[Window], deadline_s: float) -> Window | None:
+        """Give a window a stage. Without a free one, end the window `ahead` first: readers wait for no other reader.
+
+        Returns:
+            `ahead`, or None if it was ended.
+        """
+        window.stage = self._stages.take(deadline_s=deadline_s if ahead is None else 0.0)
+        if window.stage is None and ahead is not None:
+            self._begin_end(ahead, deadline_s)
+            self._end(ahead, held, deadline_s)
+            ahead, window.stage = None, self._stages.take(deadline_s=deadline_s)
+        if window.stage is None:
+            raise Late("no registered memory became free by the deadline")
+        held.append(window)
+        return ahead
+
+    def _give_up(self, window: Window) -> None:
+        """End a window after an error. The queue pairs are destroyed already."""
+        if window.transfer is not None:
+            window.transfer.cancel()
+        if window.stage is not None:
+            self._stages.give(window.stage)
 
     # -- where the chunks are ---------------------------------------------------------------------------------------
 
@@ -175,7 +165,7 @@ class RemoteRead:
 
     def _sources_in(self, found: messages.Found, part: list[int]) -> Iterator[Source]:
         count, run = len(part), self._run
-        keys = array(found.remote_keys, "<u4", count * len(self._connection.pairs)).reshape(-1, count)
+        keys = array(found.remote_keys, "<u4", count * self._connection.ends).reshape(-1, count)
         columns = zip(
             part,
             array(found.rows, "<i4", count).tolist(),
@@ -202,42 +192,36 @@ class RemoteRead:
 
     # -- one window -------------------------------------------------------------------------------------------------
 
-    def _start(self, window: Window, stage: Stage, deadline_s: float) -> None:
-        """Post the reads of all chunks. Each queue pair gets about the same number of bytes."""
-        pairs, connection = self._connection.pairs, self._connection
-        shares: list[list[Piece]] = [[] for _ in pairs]
-        sums = [0] * len(pairs)
-        for source, start in zip(window.sources, window.starts, strict=True):
-            rail = sums.index(min(sums))
-            sums[rail] += source.nbytes
-            lkey, address = stage.key(pairs[rail].device), connection.arena + source.offset
-            shares[rail].append(Piece(stage.address + start, lkey, address, source.keys[rail], source.nbytes))
-        for rail, (pair, pieces) in enumerate(zip(pairs, shares, strict=True)):
-            if pieces:
-                window.tickets[rail] = pair.read(pieces, deadline_s=deadline_s)
-
-    def _wait(self, window: Window, deadline_s: float) -> None:
-        for rail, ticket in window.tickets.items():
-            self._connection.pairs[rail].wait(ticket, deadline_s=deadline_s)
+    def _start(self, window: Window, deadline_s: float) -> None:
+        """Post the reads of all chunks. Large windows are divided among the rails."""
+        assert window.stage is not None
+        arena = self._connection.arena
+        items = [
+            Item(start, arena + source.offset, source.keys, source.nbytes)
+            for source, start in zip(window.sources, window.starts, strict=True)
+        ]
+        window.transfer = Transfer(self._connection, self._rails, window.stage, items)
+        window.transfer.start(deadline_s)
 
     def _begin_end(self, window: Window, deadline_s: float) -> None:
         """Wait for all chunks. Then post the reads of the records, which lie behind the chunks in the stage."""
-        self._wait(window, deadline_s)
-        connection, stage, pair = self._connection, window.stage, self._connection.pairs[0]
-        assert stage is not None
-        lkey, rkey, size = stage.key(pair.device), connection.record_keys[0], RECORD.itemsize
-        into = stage.address + window.used
-        pieces = [
-            Piece(into + number * size, lkey, connection.records + source.row * size, rkey, size)
+        assert window.transfer is not None
+        assert window.stage is not None
+        window.transfer.wait(deadline_s)
+        records, keys, size = self._connection.records, self._connection.record_keys, RECORD.itemsize
+        items = [
+            Item(window.used + number * size, records + source.row * size, keys, size)
             for number, source in enumerate(window.sources)
         ]
-        window.tickets = {0: pair.read(pieces, deadline_s=deadline_s)}
+        window.transfer = Transfer(self._connection, self._rails, window.stage, items)
+        window.transfer.start(deadline_s)
 
     def _end(self, window: Window, held: list[Window], deadline_s: float) -> None:
         """Wait for the records. Copy the chunks that did not change to the caller's buffers. Give the stage back."""
-        self._wait(window, deadline_s)
         run, progress, stage = self._run, self._run.progress, window.stage
+        assert window.transfer is not None
         assert stage is not None
+        window.transfer.wait(deadline_s)
         records = np.frombuffer(stage.view, RECORD, len(window.sources), window.used)
         for source, start, record in zip(window.sources, window.starts, records, strict=True):
             key_hi, key_lo = progress.keys[source.place].tolist()

@@ -1,0 +1,236 @@
+"""Moves bytes from a peer's memory over the rails of a connection. The rails of a host are its RDMA ports."""
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from raykv.errors import ProtocolError
+from raykv.protocol import messages
+from raykv.protocol.codec import array, expect
+from raykv.transport.link import Link
+from raykv.transport.rails.striping import Rails, Share
+from raykv.transport.rails.topology import read_topology
+from raykv.transport.rdma.device import Device
+from raykv.transport.rdma.queue_pair import Broken, Late, Piece, QueuePair
+from raykv.transport.rdma.staging import Stage
+
+PAUSE_S: Final = 2.0
+"""A rail that failed is left alone for this long the first time, and for up to four times as long later."""
+UNKNOWN_RATE: Final = 1.25e9
+"""Rate of a port that does not tell it, in bytes a second: 10 Gbit/s."""
+
+
+class LocalRails:
+    """The rails of this process's devices, shared by all its reads. Thread-safe.
+
+    Attributes:
+        devices: The port of each rail.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        """Take the nominal rates from /sys."""
+        self.devices = tuple(devices)
+        rates = {(port.device, port.port): port.gbit_s * 1e9 / 8 for port in read_topology().ports}
+        nominal = [rates.get((device.name, device.port), 0.0) or UNKNOWN_RATE for device in devices]
+        self._rails, self._lock = Rails(nominal, pause_s=PAUSE_S, rng=random.Random()), threading.Lock()
+
+    def assign(self, sizes: Sequence[int]) -> list[Share]:
+        with self._lock:
+            return self._rails.assign(sizes, time.monotonic())
+
+    def done(self, share: Share) -> None:
+        with self._lock:
+            self._rails.done(share, time.monotonic())
+
+    def fail(self, share: Share) -> None:
+        with self._lock:
+            self._rails.fail(share, time.monotonic())
+
+    def cancel(self, share: Share) -> None:
+        with self._lock:
+            self._rails.cancel(share, time.monotonic())
+
+    def admits(self, rail: int) -> bool:
+        with self._lock:
+            return self._rails.admits(rail, time.monotonic())
+
+    def out(self) -> list[str]:
+        """Return the names of the ports that are taken out."""
+        now_s = time.monotonic()
+        with self._lock:
+            working = [self._rails.works(rail, now_s) for rail in range(len(self.devices))]
+        return [f"{each.name}:{each.port}" for each, works in zip(self.devices, working, strict=True) if not works]
+
+
+class Connection:
+    """The queue pairs that belong to one link: one for each rail. They end with the link.
+
+    Attributes:
+        ends: Number of queue pairs that were connected.
+        pairs: The queue pair of each rail. None: it failed.
+        arena, records: Addresses in the peer's process; see `messages.RdmaConnected`.
+        record_keys: For each of the `ends`, the key of the registration of the records.
+    """
+
+    def __init__(self, link: Link, rails: LocalRails, *, deadline_s: float) -> None:
+        """Connect.
+
+        Raises:
+            Broken: No device works.
+            RayKVError: The node refuses: it has no device. Or an error of `Link.call`.
+        """
+        self.pairs: list[QueuePair | None] = [_open(device) for device in rails.devices]
+        self._reason = ""  # why the last queue pair failed
+        self._end_of: dict[int, int] = {}
+        try:
+            made = [(rail, pair) for rail, pair in enumerate(self.pairs) if pair is not None]
+            if not made:
+                raise Broken("no RDMA device has room for a queue pair")
+            self.ends = len(made)
+            request = messages.ConnectRdma(tuple(pair.end for _, pair in made))
+            answer = expect(messages.RdmaConnected, link.call(request, deadline_s=deadline_s))
+            if len(answer.ends) != len(made):
+                raise ProtocolError(f"{len(answer.ends)} queue pairs in the answer to {len(made)}")
+            for number, ((rail, pair), end) in enumerate(zip(made, answer.ends, strict=True)):
+                pair.connect(end)
+                self._end_of[rail] = number
+            self.arena, self.records = answer.arena, answer.records
+            self.record_keys = tuple(array(answer.record_keys, "<u4", len(made)).tolist())
+        except BaseException:
+            self.close()
+            raise
+        link.at_close.append(self.close)
+
+    def live(self, rail: int) -> int:
+        """Return this rail, or the first other one whose queue pair works. Raises Broken if none does."""
+        works = [number for number, pair in enumerate(self.pairs) if pair is not None]
+        if works:
+            return rail if rail in works else works[0]
+        raise Broken(self._reason or "the connection is closed")
+
+    def lacks(self, rails: LocalRails) -> bool:
+        """Whether a rail that may be used has no queue pair here, because it failed before."""
+        return any(pair is None and rails.admits(rail) for rail, pair in enumerate(self.pairs))
+
+    def key(self, keys: Sequence[int], rail: int) -> int:
+        """Return the key for a rail out of `keys`, which has one for each of the `ends`."""
+        number = self._end_of[rail]
+        return keys[number]
+
+    def drop(self, rail: int, reason: str = "") -> None:
+        """Destroy the queue pair of a rail. After that, its device writes to no stage any more."""
+        self._reason = reason or self._reason
+        pair, self.pairs[rail] = self.pairs[rail], None
+        if pair is not None:
+            pair.close()
+
+    def close(self) -> None:
+        """Destroy all queue pairs. When this has returned, no device writes to a stage any more."""
+        for rail in range(len(self.pairs)):
+            self.drop(rail)
+
+
+def _open(device: Device) -> QueuePair | None:
+    try:
+        return QueuePair(device)
+    except Broken:
+        return None
+
+
+class Item(NamedTuple):
+    """Bytes to read. `start`: where they go in the stage. `keys`: the registration's key for each of the ends."""
+
+    start: int
+    remote: int
+    keys: Sequence[int]
+    nbytes: int
+
+
+class Transfer:
+    """One batch of bytes that is read into a stage. What a rail does not bring is read again over the others."""
+
+    def __init__(self, connection: Connection, rails: LocalRails, stage: Stage, items: Sequence[Item]) -> None:
+        self._connection, self._rails, self._stage, self._items = connection, rails, stage, items
+        self._posted: list[tuple[Share, list[int], int, int]] = []  # share, items, the rail that is used, ticket
+        self._failed: list[Share] = []
+
+    def start(self, deadline_s: float) -> None:
+        """Post the reads. Raises Broken if no rail works."""
+        self._start(list(range(len(self._items))), deadline_s)
+
+    def _start(self, places: list[int], deadline_s: float) -> None:
+        shares = self._rails.assign([self._items[place].nbytes for place in places])
+        if not shares:
+            raise Broken("all rails are taken out")
+        for number, share in enumerate(shares):
+            mine = [places[index] for index in share.indices]
+            try:
+                self._post(share, mine, deadline_s)
+            except BaseException:
+                for other in shares[number:]:
+                    self._rails.cancel(other)
+                raise
+
+    def _post(self, share: Share, places: list[int], deadline_s: float) -> None:
+        connection, stage = self._connection, self._stage
+        while True:
+            rail = connection.live(share.rail)
+            pair = connection.pairs[rail]
+            assert pair is not None
+            lkey = stage.key(pair.device)
+            pieces = [
+                Piece(stage.address + item.start, lkey, item.remote, connection.key(item.keys, rail), item.nbytes)
+                for item in map(self._items.__getitem__, places)
+            ]
+            try:
+                self._posted.append((share, places, rail, pair.read(pieces, deadline_s=deadline_s)))
+                return
+            except Late:
+                raise
+            except Broken as error:
+                connection.drop(rail, str(error))
+
+    def wait(self, deadline_s: float) -> None:
+        """Wait until all bytes are in the stage.
+
+        A rail that failed is taken out if another one brings its bytes. If none does, it was the peer.
+
+        Raises:
+            Late: The deadline has passed.
+            Broken: No rail brings the bytes.
+        """
+        worked = False
+        while self._posted:
+            share, places, rail, ticket = self._posted[0]
+            pair = self._connection.pairs[rail]
+            try:
+                if pair is None:  # it has failed for an earlier share
+                    raise Broken("")
+                pair.wait(ticket, deadline_s=deadline_s)
+            except Late:
+                raise
+            except Broken as error:
+                self._connection.drop(rail, str(error))  # before its bytes are read again into the same place
+                del self._posted[0]
+                self._failed.append(share)
+                self._post_again(share, places, deadline_s)
+                continue
+            del self._posted[0]
+            worked = True
+            (self._rails.done if rail == share.rail else self._rails.cancel)(share)
+        failed, self._failed = self._failed, []
+        for share in failed:
+            (self._rails.fail if worked else self._rails.cancel)(share)
+
+    def _post_again(self, share: Share, places: list[int], deadline_s: float) -> None:
+        """Post the items of a failed share on another queue pair."""
+        other = Share(self._connection.live(share.rail), [], 0, -1)  # its bytes count for no rail
+        self._post(other, places, deadline_s)
+
+    def cancel(self) -> None:
+        """End the transfer without a verdict on its rails. The caller destroys the queue pairs."""
+        for share in [*self._failed, *(share for share, *_ in self._posted)]:
+            self._rails.cancel(share)
+        self._failed, self._posted = [], []
