@@ -1,6 +1,5 @@
 """Serves readers that use RDMA: connects their queue pairs, and registers the node's memory for them."""
 
-import importlib
 import logging
 import threading
 from collections.abc import Callable
@@ -48,8 +47,9 @@ class RdmaHandler:
         if self._devices is None or rdma.missing():
             return
         store = self._store
-        opener = importlib.import_module("raykv.transport.rdma.exports").Exports.open
-        exports: Exports | None = opener(store.arena, store.table, self._devices)
+        from raykv.transport.rdma.exports import Exports  # needs pyverbs
+
+        exports = Exports.open(store.arena, store.table, self._devices)
         if exports is None:
             self.reason = "no device can be used; see the node's log"
             return

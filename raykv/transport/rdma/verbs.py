@@ -3,7 +3,6 @@
 No function of pyverbs releases the GIL. So nothing here waits: see `QueuePair.wait`.
 """
 
-import importlib
 import os
 from typing import Any
 
@@ -23,11 +22,10 @@ from pyverbs.qp import QPEx as QPEx
 from pyverbs.qp import QPInitAttrEx as QPInitAttrEx
 from pyverbs.wr import SGE as SGE
 
-enums: Any
 try:
-    enums = importlib.import_module("pyverbs.enums")
+    from pyverbs import enums as enums
 except ImportError:  # newer versions
-    enums = importlib.import_module("pyverbs.libibverbs_enums")
+    from pyverbs import libibverbs_enums as enums  # noqa: F401
 
 
 def open_channel(context: Any) -> tuple[Any, int]:
