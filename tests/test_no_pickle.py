@@ -22,7 +22,7 @@ CALLS = {"eval", "exec", "compile", "__import__"}
 OPTIONS = {"allow_pickle", "ext_hook", "object_hook", "object_pairs_hook"}
 LOADS = {"numpy.load", "np.load", "np.lib.format.read_array", "torch.load", "pickle.load", "np.fromregex"}
 IMPORTERS = {"", "eviction", "tier.registry", "integrations.vllm", "transport.data_path"}
-"""The modules that import by name: public names of raykv, policies and tiers that the operator allows, and one module of
+"""The modules that import by name: public names of raykv, policies and tiers that the operator allows, and a module of
 raykv that needs pyverbs. No name comes from a message."""
 
 
