@@ -13,6 +13,7 @@ from raykv.protocol import messages
 from raykv.transport.link import Link
 from raykv.transport.pool import ConnectionPool
 from raykv.transport.server import SocketServer
+from tests.support.nodes import wait_until
 from tests.support.transports import SECRET, Warehouse, soon
 
 
@@ -69,7 +70,8 @@ def test_a_refused_request_costs_no_link_and_a_broken_one_does(pool, served, ser
         with pytest.raises((UsageError, ZeroDivisionError)):
             pool.ask(served.address, action, deadline_s=soon())
     assert stats(pool, served.address) == messages.Stats(b"GetStats")
-    assert all(session.closed.wait(5.0) for session in service.sessions[:-1])
+    # A server may begin the session of an earlier link after that of a later one.
+    wait_until(lambda: sum(not session.closed.is_set() for session in service.sessions) == 1)
     assert pool.available(served.address)
 
 
