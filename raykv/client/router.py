@@ -86,7 +86,7 @@ class Router:
         self._metrics: dict[bytes, ClientMetrics] = {}
         self._view = self._view_before = View()
         self._view_changed_s = 0.0
-        self._failures, self._retry_at_s = 0, 0.0
+        self._failures, self._retry_at_s, self._local_failed = 0, 0.0, False
         self._cluster = b""
         self.local: LocalConnection | None = None
         self.writer: Writer | None = None
@@ -176,26 +176,28 @@ class Router:
             for pipeline in pipelines:
                 pipeline.epoch = 0
         stale = max([pool.epoch, *(pipeline.epoch for pipeline in pipelines)]) > self._view.epoch
-        failed = pool.failures != self._failures and time.monotonic() >= self._retry_at_s
+        failures = self._local_failed or pool.failures != self._failures
+        failed = failures and time.monotonic() >= self._retry_at_s
         if stale or failed or not self._view.members:
             if failed:  # the node may stay down, so refresh at most once per `breaker_s`
                 self._retry_at_s = time.monotonic() + self.config.breaker_s
             try:
-                self.refresh(deadline_s)
+                self.refresh(deadline_s, here=not self._local_failed)
             except RayKVError:
                 pass  # use the old view: stale entries cost misses, not errors
-            self._failures = pool.failures  # failures of the refresh itself cause no further refresh
+            # Failures of the refresh itself cause no further refresh.
+            self._failures, self._local_failed = pool.failures, False
         return self._view
 
-    def refresh(self, deadline_s: float) -> View:
-        """Fetch the view from the first node that answers: see `ask_any`.
+    def refresh(self, deadline_s: float, *, here: bool = True) -> View:
+        """Fetch the view from the first node that answers: see `ask_any`, also for `here`.
 
         If this host's node has an older view than other nodes, because it does not reach the directory, ask these.
 
         Raises:
             TransientError: No node answers.
         """
-        view = expect(messages.ViewIs, self.ask_any(messages.GetView(), deadline_s)).view
+        view = expect(messages.ViewIs, self.ask_any(messages.GetView(), deadline_s, here=here)).view
         if view.epoch < self.pool.epoch:
             try:
                 other = expect(messages.ViewIs, self.ask_any(messages.GetView(), deadline_s, here=False)).view
@@ -282,7 +284,7 @@ class Router:
             try:
                 return self.local.call(request, deadline_s)
             except TransientError:
-                self.pool.failures += 1  # the node may have left: `view` fetches a new view
+                self._local_failed = True  # the node may have left: `view` asks the others for a new view
                 raise
         return self.ask(self.member(node_id, deadline_s).address, request, deadline_s)
 
