@@ -36,7 +36,6 @@ $b mkdir -p /root/dev/shm /root/dev/pts /root/vm /root/lib/modules
 $b mount -t tmpfs -o size=80% shm /root/dev/shm
 $b mount -t devpts pts /root/dev/pts
 $b mount -t tmpfs run /root/run
-$b mount -t tmpfs tmp /root/tmp
 $b mount -t 9p -o rw,{share},cache=none vm /root/vm
 $b mount -t tmpfs modules /root/lib/modules
 $b ln -s {modules} /root/lib/modules/$($b uname -r)
