@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from raykv.protocol.messages import Message
 from raykv.storage.store import Pinned, Store
 from raykv.transport.base import Reply
 from raykv.types import Rows
+
+if TYPE_CHECKING:
+    from raykv.transport.rdma.exports import PeerPairs
 
 LEASE_SHARE: Final = 2
 """The lent slots and pinned chunks of one connection take at most 1 / LEASE_SHARE of the arena, or one slot."""
@@ -35,8 +38,7 @@ class NodeSession:
         lent: Maps the row of each slot lent to the connection to the slot's size in bytes.
         pins: Maps a row to the number of pins of this connection on the row.
         opened: Digests of the quota groups that the connection has opened.
-        at_close: Functions to call when the connection ends.
-        rails: The rail of each queue pair of the connection; empty if it has none.
+        queue_pairs: The connection's queue pairs for RDMA; None if it has none.
     """
 
     def __init__(self, store: Store, lock: threading.Lock, stopping: threading.Event, *, local: bool) -> None:
@@ -45,8 +47,7 @@ class NodeSession:
         self.lent: dict[int, int] = {}
         self.pins: Counter[int] = Counter()
         self.opened: set[bytes] = set()
-        self.at_close: list[Callable[[], None]] = []
-        self.rails: list[int] = []
+        self.queue_pairs: PeerPairs | None = None
         self._most_nbytes = store.arena.nbytes // LEASE_SHARE
         self._nbytes = 0  # of the lent slots and the pinned chunks
 
@@ -107,8 +108,8 @@ class NodeSession:
 
     def close(self) -> None:
         """End all leases. For QUARANTINE_S seconds no lent slot is reused, because the peer may still write to it."""
-        for close in self.at_close:
-            close()
+        if self.queue_pairs is not None:
+            self.queue_pairs.close()
         if self._stopping.is_set():
             return  # the memory is about to be closed; the node's next process quarantines the lent slots
         with self._lock:

@@ -1,9 +1,10 @@
 """Data paths: the ways to read chunks from a node. `DataPaths` chooses the path for each node."""
 
 import importlib
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from raykv.errors import LostError, TransientError
 from raykv.memory.copying import CopyThreads
@@ -15,6 +16,8 @@ from raykv.transport import rdma
 from raykv.transport.bulk_read import BulkRead, ReadRun
 from raykv.transport.pool import ConnectionPool
 from raykv.types import NodeId
+
+log = logging.getLogger(__name__)
 
 PROMOTE_NBYTES: Final = 16 << 20
 """To promote a chunk is to copy it from an SSD or file to memory. One request asks a node to promote chunks of at most
@@ -46,8 +49,8 @@ class DataPath(Protocol):
         """
         ...
 
-    def fallbacks(self) -> dict[NodeId, str]:
-        """Return the nodes that another path reads at the moment because this one has failed, and why."""
+    def stats(self) -> dict[str, Any]:
+        """Return the path's state, for people: what has failed, and why. Empty: nothing to tell."""
         return {}
 
     def retain(self, members: Collection[Member]) -> None:
@@ -73,9 +76,9 @@ class DataPaths:
         tried, offered = (", ".join(names) or "none" for names in ([p.name for p in self._paths], member.endpoints))
         raise TransientError(f"no data path ({tried}) leads to {member.node_id!r}; its endpoints: {offered}")
 
-    def stats(self) -> dict[str, dict[NodeId, str]]:
-        """Return for each path the nodes for which it has failed, and why."""
-        return {path.name: path.fallbacks() for path in self._paths}
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Return the state of each path."""
+        return {path.name: path.stats() for path in self._paths}
 
     def retain(self, members: Collection[Member]) -> None:
         """Release all resources, except those for `members`; see `DataPath.retain`."""
@@ -252,7 +255,12 @@ class ShmPath(DataPath):
 def _open_rdma(environment: PathEnvironment) -> DataPath | None:
     if environment.rdma is None or rdma.missing():
         return None
-    path: DataPath = importlib.import_module("raykv.transport.rdma.path").RdmaPath(environment)  # needs pyverbs
+    try:
+        module = importlib.import_module("raykv.transport.rdma.path")
+    except ImportError as error:  # pyverbs does not match the host's libibverbs
+        log.warning("other hosts are read over TCP, because pyverbs cannot be imported: %s", error)
+        return None
+    path: DataPath = module.RdmaPath(environment)
     return path
 
 

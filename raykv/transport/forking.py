@@ -4,6 +4,7 @@ Connections belong to the parent. The child closes its descriptors and sends not
 would reach the parent's peer. The child makes new connections when it needs them.
 """
 
+import ctypes
 import os
 from typing import Protocol
 from weakref import WeakSet
@@ -23,6 +24,11 @@ _registered: WeakSet[Forkable] = WeakSet()
 def drop_after_fork(each: Forkable) -> None:
     """Call `each.after_fork()` in every child that is forked later. The registry holds only a weak reference."""
     _registered.add(each)
+
+
+def abandon(owned: object) -> None:
+    """Never free an object of the parent in this child: its destructor would reach the parent's device."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
 
 
 def _after_fork() -> None:

@@ -11,7 +11,7 @@ from raykv.protocol.codec import encode, raise_failure
 from raykv.protocol.messages import Answer, Failure, Message
 from raykv.transport.addresses import parse_address, tune
 from raykv.transport.base import MAX_POSTED, Runs, Targets, remaining
-from raykv.transport.forking import drop_after_fork
+from raykv.transport.forking import abandon, drop_after_fork
 from raykv.transport.handshake import greet_server, require_same_user
 from raykv.transport.stream import Stream
 
@@ -217,5 +217,7 @@ class Link:
 
     def after_fork(self) -> None:
         """Close the child's descriptor without a shutdown. The parent's connection stays open."""
+        if self.at_close:
+            abandon(self.at_close)
         self.at_close = []
         self.close()

@@ -6,7 +6,8 @@ from pathlib import Path
 from tests.rdma import packages
 from tests.rdma.machine import run
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 3600.0
+"""The machine is ended after this time. pytest ends a single test much earlier."""
 
 
 def main(arguments: list[str]) -> int:

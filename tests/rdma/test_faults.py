@@ -1,15 +1,22 @@
 """What fails over RDMA: the chunk arrives over TCP, or is a miss by the deadline. See conftest.py."""
 
+import gc
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
 import raykv
+from raykv.errors import RayKVError, TransientError
+from raykv.protocol import messages
+from raykv.protocol.rdma import QueuePairEnd
+from raykv.transport.link import Link
 from tests.rdma.support import START_S, content, pair
 from tests.support.nodes import wait_until
 
@@ -41,16 +48,20 @@ def test_a_wrong_key_of_the_registration(both, monkeypatch):
     right = exports._keys.copy()
     exports._keys ^= 0x5A
     assert read(both, names) == {"tcp": 4 * SIZE}
-    (reason,) = both.reader.stats()["data_paths"]["rdma"].values()
+    (reason,) = over_tcp(both).values()
     assert "status 10" in reason  # remote access error
     exports._keys[:] = right
-    wait_until(lambda: not both.reader.stats()["data_paths"]["rdma"])
+    wait_until(lambda: not over_tcp(both))
     assert read(both, names) == {"rdma": 4 * SIZE}
 
 
+def over_tcp(both) -> dict[str, str]:
+    return both.reader.stats()["data_paths"]["rdma"]["over_tcp"]
+
+
 def rails_out(both) -> list[str]:
-    (path,) = (each for each in both.reader.router.paths._paths if each.name == "rdma")
-    return path._rails.out()
+    ports = both.reader.stats()["data_paths"]["rdma"]["ports"]
+    return [name for name, port in ports.items() if not port["in_use"]]
 
 
 def test_a_link_that_goes_down_and_comes_back(both):
@@ -73,7 +84,7 @@ def test_no_rail_is_left(both):
         subprocess.run(["ip", "link", "set", interface, "down"], check=True)
     try:
         assert read(both, names) == {"tcp": 4 * SIZE}
-        assert both.reader.stats()["data_paths"]["rdma"]
+        assert over_tcp(both)
     finally:
         subprocess.run(["sh", "tests/rdma/link_up.sh"], check=True)
 
@@ -153,3 +164,52 @@ def test_a_holder_that_is_killed_in_the_middle(timeout_s):
     finally:
         process.kill()
         process.join()
+
+
+def test_garbage_for_a_peer(both):
+    """A peer may name any address. The node refuses, and its other connections live on."""
+    names = both.put([SIZE] * 4)
+    node = both.cluster.nodes[0]
+    for gid in ("", "nonsense", "::" * 20, "0000:0000:0000:0000:0000:0000:0000:0000"):
+        end = QueuePairEnd(gid, 0, 17, 1, 3)
+        link = Link.connect(node.member.address, bytes.fromhex(both.cluster.secret), deadline_s=time.monotonic() + 10.0)
+        with suppress(RayKVError):
+            link.call(messages.ConnectRdma((end,) * 3), deadline_s=time.monotonic() + 10.0)
+        assert not link.closed  # it was refused with an answer, or accepted
+        link.close()
+    wait_until(lambda: node.stats()["rdma"]["queue_pairs"] == 0, START_S)
+    assert node.stats()["errors"].get("ConnectRdma", 0) >= 3
+    assert read(both, names) == {"rdma": 4 * SIZE}
+
+
+def test_a_process_with_more_files_than_select_can_watch(both):
+    names = both.put([SIZE] * 4)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+    many = [os.dup(0) for _ in range(1100)]
+    try:
+        assert read(both, names) == {"rdma": 4 * SIZE}
+    finally:
+        for fd in many:
+            os.close(fd)
+
+
+def test_a_forked_child_reads_over_its_own_queue_pairs(both):
+    names = both.put([SIZE] * 4)
+    assert read(both, names) == {"rdma": 4 * SIZE}
+    inherited = both.cluster.nodes[0].stats()["rdma"]["queue_pairs"]
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with suppress(TransientError):  # its first call may be late: it opens the devices
+                read(both, names)
+            status = 0 if read(both, names) == {"rdma": 4 * SIZE} else 2
+            gc.collect()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    requests = both.requests()
+    assert read(both, names) == {"rdma": 4 * SIZE}
+    assert both.requests()["ConnectRdma"] == requests["ConnectRdma"]  # the parent's queue pairs still work
+    assert both.cluster.nodes[0].stats()["rdma"]["queue_pairs"] >= inherited

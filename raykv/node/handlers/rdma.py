@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raykv.errors import UsageError
+from raykv.errors import ConfigError, UsageError
 from raykv.node.handlers.read import ReadHandler
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import messages
@@ -47,9 +47,14 @@ class RdmaHandler:
         if self._devices is None or rdma.missing():
             return
         store = self._store
-        from raykv.transport.rdma.exports import Exports  # needs pyverbs
+        try:
+            from raykv.transport.rdma.exports import Exports
 
-        exports = Exports.open(store.arena, store.table, self._devices)
+            exports = Exports.open(store.arena, store.table, self._devices)
+        except (ImportError, ConfigError) as error:  # pyverbs does not match libibverbs, or a device is not there
+            log.error("peers read this node over TCP only: %s", error)
+            self.reason = str(error)
+            return
         if exports is None:
             self.reason = "no device can be used; see the node's log"
             return
@@ -76,15 +81,13 @@ class RdmaHandler:
     def _connect(self, request: messages.ConnectRdma, session: NodeSession) -> Reply:
         if self._exports is None:
             raise UsageError(f"this node cannot be read over RDMA: {self.reason}")
-        while session.at_close:  # the peer connects again, because a rail of it has failed or is back
-            session.at_close.pop()()
-        peer, answer = self._exports.connect(request.ends)
-        session.rails = peer.rails
-        session.at_close.append(peer.close)
+        if session.queue_pairs is not None:  # the peer connects again, because a rail of it is back
+            session.queue_pairs.close()
+        session.queue_pairs, answer = self._exports.connect(request.ends)
         return Reply(answer)
 
     def _find(self, request: messages.Find, session: NodeSession) -> Reply:
-        if self._exports is None or not session.rails:
+        if self._exports is None or session.queue_pairs is None:
             raise UsageError("this connection has no queue pairs: send ConnectRdma first")
         pinned, choices, numbers = self._reads.look(request)
         offsets = pinned.offsets * (pinned.rows >= 0)
@@ -97,7 +100,7 @@ class RdmaHandler:
                 nbytes=pinned.nbytes.tobytes(),
                 checksums=pinned.checksums.tobytes(),
                 generations=generations.tobytes(),
-                remote_keys=self._exports.remote_keys(offsets, session.rails),
+                remote_keys=self._exports.remote_keys(offsets, session.queue_pairs.rails),
                 choices=choices,
                 places=numbers,
             )

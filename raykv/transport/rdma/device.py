@@ -1,13 +1,12 @@
 """An open port of an RDMA device, which is one rail: its protection domain, its address, and memory registrations."""
 
 import logging
-import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 from raykv.errors import CapacityError, ConfigError
+from raykv.transport.rails.topology import Gid, RdmaPort, read_topology
 from raykv.transport.rdma import DEVICES, verbs
 
 log = logging.getLogger(__name__)
@@ -15,8 +14,8 @@ log = logging.getLogger(__name__)
 REMOTE: Final = (
     verbs.enums.IBV_ACCESS_LOCAL_WRITE | verbs.enums.IBV_ACCESS_REMOTE_READ | verbs.enums.IBV_ACCESS_REMOTE_WRITE
 )
-MAX_GIDS: Final = 64
-"""The number of entries of a port's table of addresses that are looked at."""
+IPV4: Final = "0000:0000:0000:0000:0000:ffff:"
+"""Addresses that stand for an IPv4 address begin so."""
 
 
 class Device:
@@ -28,19 +27,19 @@ class Device:
         gid, gid_index: The port's address for queue pairs, and its index in the port's table.
         lid: The port's address within an InfiniBand subnet; 0 on Ethernet.
         mtu: The port's MTU, as a number of the enum ibv_mtu.
+        gbit_s: The port's rate in Gbit/s; 0 if unknown.
         context, pd: The opened device and its protection domain.
-        lock: Held while a queue pair is made, because `verbs.open_channel` needs that.
     """
 
-    def __init__(self, name: str, port: int) -> None:
+    def __init__(self, port: RdmaPort) -> None:
         """Open a port. Raises PyverbsError."""
-        self.name, self.port, self.lock = name, port, threading.Lock()
-        self.context = verbs.Context(name=name)
+        self.name, self.port, self.gbit_s = port.device, port.port, port.gbit_s
+        self.context = verbs.Context(name=port.device)
         self.pd = verbs.PD(self.context)
-        found = self.context.query_port(port)
+        found = self.context.query_port(port.port)
         self.lid, self.mtu = int(found.lid), int(found.active_mtu)
-        self.gid_index = best_gid(DEVICES / name / "ports" / str(port))
-        self.gid = str(self.context.query_gid(port, self.gid_index).gid)
+        self.gid_index = best_gid(port.gids)
+        self.gid = str(self.context.query_gid(port.port, self.gid_index).gid)
 
     def __repr__(self) -> str:
         return f"{self.name}:{self.port} ({self.gid})"
@@ -71,43 +70,27 @@ class Device:
             self.context.close()
 
 
-def best_gid(port: Path) -> int:
-    """Return the index of the address to use: RoCE v2 with IPv4, else RoCE v2, else the first.
-
-    `port`: the port's directory under /sys.
-    """
-    ranked = []
-    for index in range(MAX_GIDS):
-        try:
-            kind = (port / f"gid_attrs/types/{index}").read_text().strip()
-            gid = (port / f"gids/{index}").read_text().strip()
-        except OSError:
-            continue  # there is no such entry
-        ipv4 = gid.startswith("0000:0000:0000:0000:0000:ffff:")
-        ranked.append((kind == "RoCE v2", ipv4, -index))
+def best_gid(gids: Sequence[Gid]) -> int:
+    """Return the index of the address to use: RoCE v2 with IPv4, else RoCE v2, else the first."""
+    ranked = [(gid.kind == "RoCE v2", gid.gid.startswith(IPV4), -gid.index) for gid in gids]
     return -max(ranked)[2] if ranked else 0
 
 
 def open_devices(names: tuple[str, ...] = ()) -> list[Device]:
-    """Open all active ports of the host, or those of the devices in `names`. A port that cannot be opened is logged.
+    """Open the usable ports of the host, or those of the devices in `names`. A port that cannot be opened is logged.
 
     Raises:
         ConfigError: A device in `names` does not exist.
     """
-    there = sorted(each.name for each in DEVICES.iterdir()) if DEVICES.is_dir() else []
+    topology = read_topology(DEVICES.parents[1])
+    there = sorted({port.device for port in topology.ports})
     if unknown := sorted(set(names) - set(there)):
         raise ConfigError(f"field 'rdma': no device {', '.join(unknown)} here; there are: {', '.join(there) or 'none'}")
+    named = [port for port in topology.ports if port.device in names and port.active]
     opened = []
-    for name in names or there:
-        for port in _active_ports(DEVICES / name):
-            try:
-                opened.append(Device(name, port))
-            except verbs.PyverbsError as error:
-                log.warning("port %d of %s is not used: %s", port, name, error)
+    for port in named if names else topology.nearest():
+        try:
+            opened.append(Device(port))
+        except verbs.PyverbsError as error:
+            log.warning("%s is not used: %s", port.name, error)
     return opened
-
-
-def _active_ports(device: Path) -> Iterator[int]:
-    for port in sorted((device / "ports").iterdir()):
-        if (port / "state").read_text().startswith("4:"):
-            yield int(port.name)

@@ -9,13 +9,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from raykv.errors import CapacityError, UsageError
+from raykv.errors import CapacityError
 from raykv.memory.arena import SharedMemory
 from raykv.memory.table import Table
 from raykv.protocol.messages import RdmaConnected
 from raykv.protocol.rdma import QueuePairEnd
+from raykv.transport.forking import abandon, drop_after_fork
 from raykv.transport.rdma.device import Device, open_devices
-from raykv.transport.rdma.queue_pair import QueuePair
+from raykv.transport.rdma.queue_pair import Broken, QueuePair
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Exports:
         self._lock = threading.Lock()
         self.open_pairs = 0
         self._registrations: list[Any] = []
+        drop_after_fork(self)
         offset, nbytes = table.place_of_records
         refusal = table.memory.refusal(nbytes)
         if refusal or not table.memory.populate(offset, nbytes):
@@ -88,6 +90,11 @@ class Exports:
                 self._register(self._waiting.popleft())
                 stopping.wait(REST_SHARE * (time.perf_counter() - began_s))
 
+    def after_fork(self) -> None:
+        """Leave the devices to the parent."""
+        abandon((self.devices, self._registrations))
+        self.devices, self._registrations = [], []
+
     def wake(self) -> None:
         """Let `run` look at its `stopping` event."""
         self._due.set()
@@ -119,12 +126,11 @@ class Exports:
         """Connect queue pairs with a peer's ends. The rails serve the ends in turn.
 
         Raises:
-            UsageError: Too many queue pairs are open.
-            Broken: A device refuses.
+            CapacityError: Too many queue pairs are open, or a device refuses: for example a wrong address.
         """
         with self._lock:
             if self.open_pairs + len(ends) > MAX_QUEUE_PAIRS:
-                raise UsageError(f"this node has {self.open_pairs} queue pairs of peers; at most {MAX_QUEUE_PAIRS}")
+                raise CapacityError(f"this node has {self.open_pairs} queue pairs of peers; at most {MAX_QUEUE_PAIRS}")
             self.open_pairs += len(ends)
         rails = [number % len(self.devices) for number in range(len(ends))]
         made: list[QueuePair] = []
@@ -133,8 +139,10 @@ class Exports:
             for rail, end in zip(rails, ends, strict=True):
                 made.append(QueuePair(self.devices[rail]))
                 made[-1].connect(end)
-        except BaseException:
+        except BaseException as error:
             peer.close()
+            if isinstance(error, Broken):  # for the peer this is no broken queue pair of its own
+                raise CapacityError(str(error)) from error
             raise
         keys = np.array([self._record_keys[rail] for rail in rails], np.uint32).tobytes()
         return peer, RdmaConnected(tuple(pair.end for pair in made), self._arena.address, self._records, keys)

@@ -1,15 +1,17 @@
 """The data path over RDMA. What it cannot read goes over TCP, without the caller's help."""
 
 import logging
+import threading
 import time
 from collections.abc import Collection
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from raykv.errors import CapacityError, UsageError
 from raykv.protocol.placement import Member
 from raykv.transport.bulk_read import ReadRun
 from raykv.transport.data_path import DataPath, LinkPath, PathEnvironment
+from raykv.transport.forking import abandon, drop_after_fork
 from raykv.transport.link import Link
 from raykv.transport.rdma.device import Device, open_devices
 from raykv.transport.rdma.queue_pair import Broken
@@ -26,28 +28,58 @@ RETRY_S: Final = 10.0
 """After RDMA to a node has failed, the node is read over TCP for this long."""
 
 
-class RdmaPath(DataPath):
-    """Reads over the RDMA devices of this host. Each link of the pool has its own queue pairs.
+class Opened:
+    """The devices of this process, and what belongs to them. A forked child opens its own.
 
     Attributes:
         devices: The ports that are used.
     """
 
+    def __init__(self, names: tuple[str, ...]) -> None:
+        """Open the devices in `names`, or all if it is empty. Raises ConfigError if one does not exist."""
+        self.devices: list[Device] = open_devices(names)
+        self.stages = Stages(self.devices)
+        self.rails = LocalRails(self.devices) if self.devices else None
+        self.connections: WeakKeyDictionary[Link, Connection] = WeakKeyDictionary()
+
+    def close(self) -> None:
+        for connection in list(self.connections.values()):
+            connection.close()
+        self.stages.close()
+        for device in self.devices:
+            device.close()
+
+
+class RdmaPath(DataPath):
+    """Reads over the RDMA devices of this host. Each link of the pool has its own queue pairs."""
+
     name = "rdma"
 
     def __init__(self, environment: PathEnvironment) -> None:
+        """Open the devices. Raises ConfigError if one that `environment` names does not exist."""
         self._environment, self._tcp = environment, LinkPath(environment)
         self._verify = environment.verify != "never"
-        self.devices: list[Device] = open_devices(environment.rdma or ())
-        self._stages = Stages(self.devices)
-        self._rails = LocalRails(self.devices) if self.devices else None
-        self._connections: WeakKeyDictionary[Link, Connection] = WeakKeyDictionary()
+        self._opened: Opened | None = Opened(environment.rdma or ())
         self._failed: dict[NodeId, tuple[float, str]] = {}  # until when a node is read over TCP, and why
+        self._opening = threading.Lock()
+        drop_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Leave the devices to the parent: its pages are registered with them."""
+        abandon(self._opened)
+        self._opened, self._opening = None, threading.Lock()
+
+    def _devices(self) -> Opened:
+        """Return the devices of this process. A forked child opens them at the first call."""
+        with self._opening:
+            if self._opened is None:
+                self._opened = Opened(self._environment.rdma or ())
+            return self._opened
 
     def can_reach(self, member: Member, *, deadline_s: float) -> bool:
-        if not self.devices or "rdma" not in member.endpoints or not member.address:
+        if "rdma" not in member.endpoints or not member.address or not self._devices().devices:
             return False
-        return member.node_id not in self._failed or member.node_id not in self.fallbacks()
+        return member.node_id not in self._failed or member.node_id not in self._over_tcp()
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
         before = len(run.arrived)
@@ -67,33 +99,38 @@ class RdmaPath(DataPath):
         """
         began_s, before = time.monotonic(), len(run.arrived)
         try:
-            connection = self._connection(link, deadline_s)
-            assert self._rails is not None
-            reading = RemoteRead(
-                run, connection, self._stages, self._rails, verify=self._verify, threads=self._environment.threads
-            )
+            opened, threads = self._devices(), self._environment.threads
+            assert opened.rails is not None
+            connection = self._connection(link, opened, opened.rails, deadline_s)
+            reading = RemoteRead(run, connection, opened.stages, opened.rails, verify=self._verify, threads=threads)
             left = reading.read(link, deadline_s=deadline_s)
         except (Broken, CapacityError, UsageError) as error:
             now_s = time.monotonic()
             if now_s < deadline_s or (len(run.arrived) == before and deadline_s - began_s >= FAIR_S):
                 log.warning("%s is read over TCP for %.0f s: %s", member.node_id, RETRY_S, error)
                 self._failed[member.node_id] = now_s + RETRY_S, str(error)
+            run.begin("rdma")  # TCP finds out again what is not here
             return run.missing
         return left
 
-    def fallbacks(self) -> dict[NodeId, str]:
+    def stats(self) -> dict[str, Any]:
+        rails = self._devices().rails
+        return {"over_tcp": self._over_tcp(), "ports": {} if rails is None else rails.stats()}
+
+    def _over_tcp(self) -> dict[NodeId, str]:
+        """Return the nodes that are read over TCP, because RDMA to them has failed, and why."""
         now_s = time.monotonic()
         return {name: why for name, (until_s, why) in list(self._failed.items()) if now_s < until_s}
 
-    def _connection(self, link: Link, deadline_s: float) -> Connection:
+    def _connection(self, link: Link, opened: Opened, rails: LocalRails, deadline_s: float) -> Connection:
         """Return the queue pairs of a link. They are connected at the first call."""
-        assert self._rails is not None
-        found = self._connections.get(link)
-        if found is not None and found.lacks(self._rails):
+        found = opened.connections.get(link)
+        if found is not None and found.lacks(rails):
             found.close()
+            link.at_close.remove(found.close)
             found = None
         if found is None:
-            found = self._connections[link] = Connection(link, self._rails, deadline_s=deadline_s)
+            found = opened.connections[link] = Connection(link, rails, deadline_s=deadline_s)
         return found
 
     def _read_over_tcp(self, member: Member, run: ReadRun, places: list[int], deadline_s: float) -> None:
@@ -115,8 +152,5 @@ class RdmaPath(DataPath):
 
     def close(self) -> None:
         """Close the devices. The pool must be closed before: its links have the queue pairs."""
-        for connection in list(self._connections.values()):
-            connection.close()
-        self._stages.close()
-        for device in self.devices:
-            device.close()
+        if self._opened is not None:
+            self._opened.close()

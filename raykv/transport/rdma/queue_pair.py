@@ -57,8 +57,9 @@ class QueuePair:
         self.device = device
         enums = verbs.enums
         try:
-            with device.lock:
-                self._channel, self._fd = verbs.open_channel(device.context)
+            self._channel, fd = verbs.open_channel(device.context)
+            self._events = select.poll()  # `select.select` fails for descriptors above 1023
+            self._events.register(fd, select.POLLIN)
             self._completions = verbs.CQ(device.context, 2 * DEPTH, None, self._channel, 0)
             capacity = verbs.QPCap(max_send_wr=DEPTH, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
             init = verbs.QPInitAttrEx(
@@ -164,7 +165,7 @@ class QueuePair:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise Late(f"{self.device.name}: no answer by the deadline")
-            if select.select([self._fd], [], [], min(left_s, 1.0))[0]:
+            if self._events.poll(1e3 * min(left_s, 1.0)):
                 self._channel.get_cq_event(self._completions)
                 self._completions.ack_events(1)
 

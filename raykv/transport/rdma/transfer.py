@@ -4,14 +4,13 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from raykv.errors import ProtocolError
 from raykv.protocol import messages
 from raykv.protocol.codec import array, expect
 from raykv.transport.link import Link
 from raykv.transport.rails.striping import Rails, Share
-from raykv.transport.rails.topology import read_topology
 from raykv.transport.rdma.device import Device
 from raykv.transport.rdma.queue_pair import Broken, Late, Piece, QueuePair
 from raykv.transport.rdma.staging import Stage
@@ -30,10 +29,9 @@ class LocalRails:
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        """Take the nominal rates from /sys."""
+        """Make a rail of each port. Its nominal rate is the first weight."""
         self.devices = tuple(devices)
-        rates = {(port.device, port.port): port.gbit_s * 1e9 / 8 for port in read_topology().ports}
-        nominal = [rates.get((device.name, device.port), 0.0) or UNKNOWN_RATE for device in devices]
+        nominal = [device.gbit_s * 1e9 / 8 or UNKNOWN_RATE for device in devices]
         self._rails, self._lock = Rails(nominal, pause_s=PAUSE_S, rng=random.Random()), threading.Lock()
 
     def assign(self, sizes: Sequence[int]) -> list[Share]:
@@ -56,12 +54,17 @@ class LocalRails:
         with self._lock:
             return self._rails.admits(rail, time.monotonic())
 
-    def out(self) -> list[str]:
-        """Return the names of the ports that are taken out."""
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Return for each port its rate as measured lately, in bytes a second, and whether it is in use."""
         now_s = time.monotonic()
         with self._lock:
-            working = [self._rails.works(rail, now_s) for rail in range(len(self.devices))]
-        return [f"{each.name}:{each.port}" for each, works in zip(self.devices, working, strict=True) if not works]
+            return {
+                f"{device.name}:{device.port}": {
+                    "nbytes_per_s": round(self._rails.rate(rail, now_s)),
+                    "in_use": self._rails.works(rail, now_s),
+                }
+                for rail, device in enumerate(self.devices)
+            }
 
 
 class Connection:

@@ -4,6 +4,7 @@ No function of pyverbs releases the GIL. So nothing here waits: see `QueuePair.w
 """
 
 import os
+import threading
 from typing import Any
 
 from pyverbs.addr import GID as GID
@@ -28,17 +29,20 @@ except ImportError:  # newer versions
     from pyverbs import libibverbs_enums as enums  # noqa: F401
 
 
+_opening = threading.Lock()
+
+
 def open_channel(context: Any) -> tuple[Any, int]:
     """Make a completion channel. Returns the channel and its file descriptor.
 
-    Version 44 does not give the descriptor, so it is found among the descriptors of this process. The caller must not
-    make two channels at the same time.
+    Version 44 does not give the descriptor, so it is found among the descriptors of this process.
     """
-    before = _event_descriptors()
-    channel = CompChannel(context)
-    fd = getattr(channel, "fd", None)
-    if fd is None:
-        fd = max(_event_descriptors() - before)
+    with _opening:
+        before = _event_descriptors()
+        channel = CompChannel(context)
+        fd = getattr(channel, "fd", None)
+        if fd is None:
+            (fd,) = _event_descriptors() - before
     os.set_blocking(fd, False)
     return channel, fd
 
