@@ -25,7 +25,6 @@ NEVER = {
     "memory": {"storage", "eviction", "tier", "transport", "membership", "node", "client", "supervisor"},
     "eviction": {"storage", "tier", "transport", "membership", "node", "client", "supervisor"},
     "storage": {"tier", "transport", "membership", "node", "client", "supervisor"},
-    "gpu": {"storage", "eviction", "tier", "transport", "membership", "node", "client", "supervisor"},
     "tier": {"transport", "membership", "node", "client", "supervisor"},
     "transport": {"storage", "eviction", "tier", "membership", "node", "client", "supervisor"},
     "membership": {"storage", "eviction", "tier", "node", "client", "supervisor"},
@@ -150,8 +149,6 @@ def import_problems() -> Iterator[Problem]:
             yield f"{path}: only cluster imports Ray"
         if roots & ENGINES and package != "integrations":
             yield f"{path}: only integrations imports {sorted(roots & ENGINES)}"
-        if "cupy" in roots and package != "gpu":
-            yield f"{path}: only gpu imports cupy"
         if package in PURE and roots & INPUT_OUTPUT:
             yield f"{path}: {package} does no input or output, and imports {sorted(roots & INPUT_OUTPUT)}"
 
@@ -176,7 +173,7 @@ def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def size_problems() -> Iterator[tuple[str, Problem]]:
     """Yield everything that is too large, as (key for EXEMPT, problem)."""
-    for path in sorted([*sources(), *ROOT.rglob("*.c"), *ROOT.rglob("*.cu"), *ROOT.rglob("*.h")]):
+    for path in sorted([*sources(), *ROOT.rglob("*.c"), *ROOT.rglob("*.h")]):
         name, lines = str(path.relative_to(ROOT.parent)), path.read_text().splitlines()
         if len(lines) > MOST_FILE_LINES:
             yield name, f"{name}: {len(lines)} lines, at most {MOST_FILE_LINES}"
@@ -204,7 +201,7 @@ def size_problems() -> Iterator[tuple[str, Problem]]:
 
 
 def word_problems() -> Iterator[Problem]:
-    for path in [*sources(), *ROOT.rglob("*.c"), *ROOT.rglob("*.cu"), *ROOT.rglob("*.h")]:
+    for path in [*sources(), *ROOT.rglob("*.c"), *ROOT.rglob("*.h")]:
         name, text = str(path.relative_to(ROOT.parent)), path.read_text()
         for number, line in enumerate(words_in(path, text), 1):
             parts = re.findall(r"[A-Z]?[a-z]+", line)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final, Literal
 
 from raykv.config import GIB, KIB, MIB
-from raykv.gpu import device
 from raykv.memory import native, numa, pages
 from raykv.memory.cgroup import cgroup_file, lines_of
 from raykv.memory.cgroup import memory_limit as find_memory_limit
@@ -49,7 +48,7 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     """Run all checks. This changes nothing on the host."""
     memory = (shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes)
     software, network = (system, compiled_loops), (tcp, rdma_devices, locked_memory, nics, nearest_nics)
-    return [check(root) for check in (*memory, cores, open_files, *software, *network, gpus)]
+    return [check(root) for check in (*memory, cores, open_files, *software, *network)]
 
 
 def report(findings: Iterable[Finding]) -> str:
@@ -212,19 +211,6 @@ def locked_memory(root: Path) -> Finding:
     says = "no limit" if limit == resource.RLIM_INFINITY else f"{_size(limit)} at most"
     remedy = "ulimit -l unlimited (or LimitMEMLOCK=infinity; docker run --ulimit memlock=-1)"
     return better("locked memory", says, remedy, when=devices and limit != resource.RLIM_INFINITY and os.geteuid() != 0)
-
-
-def gpus(root: Path) -> Finding:
-    """Check whether `raykv.gpu` can use this host's NVIDIA GPUs."""
-    name, found = "GPUs", device.gpus_of(root)
-    if not found:
-        return Finding(name, "ok", "no NVIDIA GPU; raykv needs none")
-    lack = device.missing(root)
-    says = f"{len(found)}, but {lack}: no direct copies between GPU memory and the arena (raykv.gpu)"
-    remedy = (
-        "pip install 'raykv[gpu]' (cupy for CUDA 12; for CUDA 13: pip install cupy-cuda13x), and a driver of that CUDA"
-    )
-    return better(name, says if lack else f"{len(found)}, usable by raykv.gpu", remedy, when=bool(lack))
 
 
 # -- NICs --------------------------------------------------------------------------------------------------------------

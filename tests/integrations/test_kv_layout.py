@@ -10,12 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raykv.errors import ConfigError  # noqa: E402
-from raykv.gpu.calibration import AllPinned  # noqa: E402
-from raykv.gpu.copies import PagedCopies  # noqa: E402
-from raykv.gpu.paged import PagedCache, Run  # noqa: E402
 from raykv.integrations.kv_layout import DeviceLayout, Layout, layout_of, part_of, runs_of, stacked  # noqa: E402
-from tests.support.gpu import compile_kernels  # noqa: E402
-from tests.support.gpu_device import HostDevice  # noqa: E402
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 2, 4, 10
 AXES = "LBHNC"
@@ -61,29 +56,6 @@ def test_a_chunk_carries_exactly_its_blocks(order: str, kind: type[Layout]):
     for name, layer in layers.items():
         old = before[name]
         assert [bits(block) for block in layer] == [old[5], old[1], old[2], old[6], old[4], old[5], old[6]]
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory):
-    return compile_kernels(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_kernels_for_gpus_make_the_same_chunks(order: str, kernels, rng: random.Random):
-    """So engines with and without `raykv.gpu` share chunks. The kernels run on the CPU."""
-    layers = caches(order)
-    wanted = b"".join(built(Layout, layers, 3).read([[5, 1, 6]])[0])
-    runs = [runs_of(name, cache, BLOCKS) for name, cache in layers.items()]
-    cache = PagedCache.of([[Run(run.data_ptr(), run.stride(0), run.shape[1]) for run in each] for each in runs], BLOCKS)
-    device, slot = HostDevice(rng, kernels), torch.zeros(len(wanted), dtype=torch.uint8)
-    memory = next(iter(layers.values())).untyped_storage()
-    device.register(memory.data_ptr(), memory.nbytes())
-    device.register(slot.data_ptr(), len(wanted))
-    copies = PagedCopies(device, cache, AllPinned(), "store", "kernel")
-    transfer = copies.begin([([5, 1, 6], slot.data_ptr())])
-    transfer.queue()
-    transfer.wait()
-    assert bytes(slot.numpy()) == wanted
 
 
 def test_all_layers_of_a_block_are_one_run_where_blocks_are_outermost():

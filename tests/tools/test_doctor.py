@@ -46,7 +46,7 @@ def shm_size(monkeypatch):
 
 def test_this_host_is_looked_at_and_every_finding_is_whole():
     found = doctor.examine()
-    assert len({finding.name for finding in found}) == 15
+    assert len({finding.name for finding in found}) == 14
     for finding in found:
         assert finding.grade in ("ok", "better", "wrong")
         assert finding.name
@@ -225,23 +225,6 @@ def test_compiled_loops(host, monkeypatch, built):
     monkeypatch.setattr(native, "loops", built or None)
     found = doctor.compiled_loops(host.root)
     assert found.grade == ("ok" if built else "better")
-
-
-@pytest.mark.parametrize(
-    ("files", "lack", "grade", "says"),
-    [
-        ([], "no NVIDIA GPU", "ok", "no NVIDIA GPU; raykv needs none"),
-        (["nvidia0", "nvidia1"], "cupy is not installed", "better", "2, but cupy is not installed: no direct copies"),
-        (["nvidia0"], "", "ok", "1, usable"),
-    ],
-)
-def test_gpus(host, monkeypatch, files, lack, grade, says):
-    monkeypatch.setattr(doctor.device, "missing", lambda root: lack)
-    for name in files:
-        (host.root / "dev" / name).touch()
-    finding = doctor.gpus(host.root)
-    assert (finding.grade, says in finding.says) == (grade, True)
-    assert ("raykv[gpu]" in finding.remedy) == bool(files and lack)
 
 
 @pytest.mark.slow
