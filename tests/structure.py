@@ -28,9 +28,10 @@ NEVER = {
     "tier": {"transport", "membership", "node", "client", "supervisor"},
     "transport": {"storage", "eviction", "tier", "membership", "node", "client", "supervisor"},
     "membership": {"storage", "eviction", "tier", "node", "client", "supervisor"},
-    "node": {"client", "supervisor", "embedded"},
-    "client": {"storage", "eviction", "tier", "node", "supervisor", "membership", "embedded"},
-    "supervisor": {"client", "embedded"},
+    "node": {"client", "supervisor", "embedded", "gpu"},
+    "client": {"storage", "eviction", "tier", "node", "supervisor", "membership", "embedded", "gpu"},
+    "gpu": {"storage", "eviction", "tier", "transport", "membership", "node", "client", "supervisor"},
+    "supervisor": {"client", "embedded", "gpu"},
 }
 """For each package, the packages that it must not import. No package on the left may import TOPMOST either."""
 TOPMOST = {"", "cluster", "integrations", "simulation", "tools"}
