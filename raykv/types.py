@@ -1,7 +1,7 @@
 """Types that all packages share. Standard library and numpy only."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -61,6 +61,31 @@ class Batch:
     depth: int = 0
     chained: bool = True
     hints: Hints = NO_HINTS
+
+
+@dataclass(frozen=True, slots=True)
+class DirectValues:
+    """The values of a put that are written straight into the arena, for example by a GPU.
+
+    Attributes:
+        count: Number of chunks.
+        nbytes: Size of each chunk.
+        write: Called with the positions of some chunks, and for each of them a view to fill. Returns the xxh3-64
+            checksums of these chunks. It must take less than a second, and nothing may write to the views afterwards.
+            It is not called for chunks that are stored already or get no slot.
+    """
+
+    count: int
+    nbytes: int
+    write: Callable[[Sequence[int], Sequence[memoryview]], npt.NDArray[np.uint64]]
+
+    def part(self, first: int, count: int) -> "DirectValues":
+        """Return the values of `count` chunks, from index `first` on."""
+
+        def write(positions: Sequence[int], views: Sequence[memoryview]) -> npt.NDArray[np.uint64]:
+            return self.write([first + position for position in positions], views)
+
+        return DirectValues(min(count, self.count - first), self.nbytes, write)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from typing import TypedDict
 
 from raykv.client.arguments import Keys, buffers, depth_of, flag, hints_of, parent_key
 from raykv.client.router import Router
-from raykv.client.writer import Values
-from raykv.errors import CapacityError, LostError, TransientError
+from raykv.client.writer import Pieces, Values
+from raykv.errors import CapacityError, LostError, TransientError, UsageError
 from raykv.protocol.namespace import Namespace
 from raykv.transport.bulk_write import BulkWrite
 from raykv.transport.link import Link
-from raykv.types import Batch, KeyArray, NodeId, PutResult, Scattered
+from raykv.types import Batch, DirectValues, KeyArray, NodeId, PutResult, Scattered
 
 
 class PutOptions(TypedDict, total=False):
@@ -31,7 +31,7 @@ class Put:
 
     Attributes:
         keys: An array from `keys` or `chain`, or a list of names.
-        values: For each key a contiguous buffer, or several buffers that are joined in order.
+        values: For each key a contiguous buffer, or several buffers that are joined in order. Or `DirectValues`.
         parent: Key, shape [1, 2], of the chunk before keys[0]. None: keys[0] starts a prompt.
         depth: Number of chunks before keys[0] in its chain.
         chained: Whether each chunk follows the one before it in a prompt. False: the chunks are independent objects.
@@ -40,7 +40,7 @@ class Put:
     """
 
     keys: Keys
-    values: Sequence[Scattered]
+    values: Sequence[Scattered] | DirectValues
     parent: KeyArray | None = None
     depth: int = 0
     chained: bool = True
@@ -56,6 +56,13 @@ def batches_of(put: Put, keys: KeyArray) -> Iterator[tuple[Batch, Values]]:
     """
     hints, depth, parent = hints_of(put.ttl_s, put.priority), depth_of(put.depth), parent_key(put.parent)
     chained = flag("chained", put.chained)
+    if isinstance(put.values, DirectValues):
+        if put.values.count != len(keys):
+            raise UsageError(f"field 'values': {put.values.count} chunks for {len(keys)} keys")
+        if len(keys):
+            place = (parent, depth) if chained else (None, 0)
+            yield Batch(keys, put.values.nbytes, *place, chained, hints), put.values
+        return
     pieces, sizes = buffers("values", put.values, len(keys), writable=False)
     start = 0
     for size, run in groupby(sizes):
@@ -74,7 +81,8 @@ def put_spread(
     Writes to other nodes are awaited. Arguments, result and errors as for `Writer.put`.
     """
     writer, result, near = router.writer, PutResult(), list[tuple[Batch, Values]]()
-    for batch, values in batches:
+    for batch, given in batches:
+        values = _written(given) if isinstance(given, DirectValues) else given
         if writer is not None and _owner(router, batch, deadline_s) in (router.local_id, None):
             near.append((batch, values))
         else:
@@ -84,7 +92,7 @@ def put_spread(
     return result
 
 
-def put_remote(router: Router, group: Namespace, batch: Batch, values: Values, deadline_s: float) -> PutResult:
+def put_remote(router: Router, group: Namespace, batch: Batch, values: Pieces, deadline_s: float) -> PutResult:
     """Store a batch on the owner of its first key, so that all chunks of the batch are on one node.
 
     Raises:
@@ -101,6 +109,13 @@ def put_remote(router: Router, group: Namespace, batch: Batch, values: Values, d
         return PutResult(skipped=len(batch.keys), reason=str(error))
 
 
+def _written(values: DirectValues) -> list[list[memoryview]]:
+    """Write values into memory of this process, because they must be sent."""
+    views = [memoryview(bytearray(values.nbytes)) for _ in range(values.count)]
+    values.write(range(values.count), views)
+    return [[view] for view in views]
+
+
 def _owner(router: Router, batch: Batch, deadline_s: float) -> NodeId | None:
     """Return the owner of a batch's first key; None if the cluster has no nodes."""
     ring = router.view(deadline_s).ring
@@ -113,7 +128,7 @@ class _RemoteWrite:
     Chunks that an earlier attempt has stored count as stored, although they exist already at the next attempt.
     """
 
-    def __init__(self, group: Namespace, batch: Batch, values: Values, deadline_s: float) -> None:
+    def __init__(self, group: Namespace, batch: Batch, values: Pieces, deadline_s: float) -> None:
         self._write, self._chunks, self._deadline_s = BulkWrite(group, batch, values), len(values), deadline_s
         self._offered: set[int] = set()  # positions of chunks that an earlier attempt may have stored
 

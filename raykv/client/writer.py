@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from raykv.client.local_connection import LocalConnection
 from raykv.client.pipeline import Outcome
@@ -27,10 +28,11 @@ from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.codec import array, expect
 from raykv.protocol.namespace import Namespace
 from raykv.transport.forking import drop_after_fork
-from raykv.types import Batch, PutResult
+from raykv.types import Batch, DirectValues, PutResult
 
-Values = Sequence[Sequence[memoryview]]
+Pieces = Sequence[Sequence[memoryview]]
 """Bytes of several chunks: for each chunk a list of views that are joined in order."""
+Values = Pieces | DirectValues
 
 LATE_S: Final = 0.001
 """A put may spend this long on sending the commit of filled slots, even if the put's deadline has passed."""
@@ -90,7 +92,8 @@ class Writer:
         for batch, values in batches:
             step = max(1, most_nbytes // slot_nbytes(batch.nbytes))
             for first in range(0, len(batch.keys), step):
-                yield [(_part_of(batch, first, step), values[first : first + step])]
+                few = values.part(first, step) if isinstance(values, DirectValues) else values[first : first + step]
+                yield [(_part_of(batch, first, step), few)]
 
     def _put_part(
         self, group: Namespace, batches: Sequence[tuple[Batch, Values]], *, wait: bool, deadline_s: float
@@ -113,14 +116,18 @@ class Writer:
                 lent = self.lend(group, batch, deadline_s=deadline_s)
                 lents.append(lent)
                 if lent.slots:
-                    chosen = [values[position] for position in lent.positions]
-                    lent.checksums = self._threads.fill(lent.views, chosen).tobytes()
+                    lent.checksums = self._fill(lent, values).tobytes()
         except BaseException as error:  # for example, a chunk that is too large, or an interrupt
             self._undo(lents, error)
             raise
         result = sum((lent.result for lent in lents), PutResult())
         filled = [lent for lent in lents if lent.slots]
         return result + self._commit(group, filled, wait=wait, deadline_s=deadline_s) if filled else result
+
+    def _fill(self, lent: LentBatch, values: Values) -> npt.NDArray[np.uint64]:
+        if isinstance(values, DirectValues):
+            return values.write(lent.positions, lent.views)
+        return self._threads.fill(lent.views, [values[position] for position in lent.positions])
 
     def _missing(self, batch: Batch) -> list[int]:
         """Return the positions of the keys that this host's node lacks. For equal keys, return the first position."""
