@@ -1,6 +1,7 @@
 """Types that all packages share. Standard library and numpy only."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -161,6 +162,14 @@ class GetResult:
     hits: tuple[bool, ...]
     nbytes_by_path: dict[Path, int] = field(default_factory=dict)
     chunks_by_source: dict[tuple[NodeId, Path], int] = field(default_factory=dict)
+
+    def __add__(self, other: "GetResult") -> "GetResult":
+        """Return the result of one `get` for the keys of this one, followed by those of the other one."""
+        paths = Counter(self.nbytes_by_path)
+        paths.update(other.nbytes_by_path)
+        sources = Counter(self.chunks_by_source)
+        sources.update(other.chunks_by_source)
+        return GetResult(self.hits + other.hits, dict(paths), dict(sources))
 
     @property
     def prefix(self) -> int:

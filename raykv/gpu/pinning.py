@@ -116,3 +116,18 @@ def _unpin_all(device: Device, pinned: dict[int, int], mapped: memoryview) -> No
         except LostError as error:  # for example, the process ends and CUDA is shut down already
             log.info("an extent was not unpinned: %s", error)
     mapped.release()
+
+
+class ArenaPinning:
+    """The pinning of the arena that this process uses now. Thread-safe."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._lock = device, threading.Lock()
+        self._current: Pinning | None = None
+
+    def of(self, arena: SharedMemory, extent_nbytes: int) -> Pinning:
+        """Return the pinning of an arena. If another arena was used before, it is unpinned after its last copy."""
+        with self._lock:
+            if self._current is None or self._current.arena is not arena:
+                self._current = Pinning(self._device, arena, extent_nbytes)
+            return self._current

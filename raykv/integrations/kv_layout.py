@@ -11,14 +11,18 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from raykv.errors import ConfigError
+from raykv.types import DirectValues, Scattered
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+Values: TypeAlias = Sequence[Scattered] | DirectValues
+"""The values of a put."""
 
 MAX_RUNS_PER_LAYER: Final = 64
 """A layout is refused if it cuts a block of one layer into more runs than this."""
@@ -156,6 +160,11 @@ class Layout:
         kinds = itertools.groupby(describe(cache) for _, cache in layers)
         self.description = ";".join(f"{len(list(group))}x{kind}" for kind, group in kinds)
 
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The runs, in the order of a block's bytes: (address in block 0, bytes between blocks, length)."""
+        return [(run.data_ptr(), run.stride(0), run.shape[1]) for run in self._runs]
+
     @cached_property
     def _arrays(self) -> "list[npt.NDArray[np.uint8]]":
         """The runs as NumPy arrays, which are much faster to index than tensors."""
@@ -173,6 +182,11 @@ class Layout:
             fence: A marker that `fence` returned after the kernels that compute the chunks were queued. None: no wait.
         """
         return [[array[block].data for block in blocks for array in self._arrays] for blocks in chunks]
+
+    def values(self, puts: Sequence[Sequence[Sequence[int]]], fence: Any = None) -> list[Values]:
+        """Return the values of several puts. `puts`: the blocks of each chunk of each put. Otherwise as `read`."""
+        views = iter(self.read([blocks for chunks in puts for blocks in chunks], fence))
+        return [list(itertools.islice(views, len(chunks))) for chunks in puts]
 
     def targets(self, blocks: Sequence[int | None]) -> list[memoryview]:
         """Return buffers that receive one chunk. None in `blocks` stands for a block that must not change."""
@@ -206,6 +220,15 @@ class DeviceLayout(Layout):
         is_cut = len(self._runs) > len(caches)
         self._views = stacked(self._runs) if is_cut else self._runs
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    @property
+    def gpu(self) -> int | None:
+        """Number of the GPU. None: the device is not a CUDA device."""
+        import torch
+
+        if self._device.type != "cuda":
+            return None
+        return torch.cuda.current_device() if self._device.index is None else self._device.index
 
     def fence(self) -> "torch.cuda.Event | None":
         import torch

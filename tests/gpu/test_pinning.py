@@ -8,24 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from raykv.gpu.pinning import Pinning
+from raykv.gpu.pinning import ArenaPinning, Pinning
 from raykv.memory.arena import SharedMemory
 from tests.support.cpu_gpu import CpuDevice
 
 EXTENT, EXTENTS = 1 << 20, 4
 WAIT_S = 20.0
-
-
-class SlowDevice(CpuDevice):
-    """A device whose `register` waits until the test lets it go on."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__(rng)
-        self.go = threading.Event()
-
-    def register(self, address: int, nbytes: int) -> None:
-        assert self.go.wait(WAIT_S)
-        super().register(address, nbytes)
 
 
 @pytest.fixture
@@ -36,13 +24,15 @@ def arena(shm_dir: Path) -> Iterator[SharedMemory]:
 
 
 @pytest.fixture
-def device(rng: random.Random) -> Iterator[SlowDevice]:
-    made = SlowDevice(rng)
+def device(rng: random.Random) -> Iterator[CpuDevice]:
+    """A device whose `register` waits until the test lets it go on."""
+    made = CpuDevice(rng)
+    made.go.clear()
     yield made
     made.go.set()
 
 
-def test_the_first_use_of_an_extent_requests_it_and_does_not_wait(device: SlowDevice, arena: SharedMemory):
+def test_the_first_use_of_an_extent_requests_it_and_does_not_wait(device: CpuDevice, arena: SharedMemory):
     pinning = Pinning(device, arena, EXTENT)
     for _ in range(3):
         assert not pinning.covers(arena.address + EXTENT + 5, 1000)  # `register` has not ended
@@ -58,7 +48,7 @@ def test_the_first_use_of_an_extent_requests_it_and_does_not_wait(device: SlowDe
     assert not device.registered
 
 
-def test_memory_outside_the_arena_is_not_pinned(device: SlowDevice, arena: SharedMemory):
+def test_memory_outside_the_arena_is_not_pinned(device: CpuDevice, arena: SharedMemory):
     device.go.set()
     pinning = Pinning(device, arena, EXTENT)
     for start, nbytes in ((-1, 10), (EXTENTS * EXTENT - 1, 2), (EXTENTS * EXTENT, 1)):
@@ -68,7 +58,7 @@ def test_memory_outside_the_arena_is_not_pinned(device: SlowDevice, arena: Share
     pinning.close()
 
 
-def test_a_refusal_ends_the_attempts(device: SlowDevice, arena: SharedMemory, caplog: pytest.LogCaptureFixture):
+def test_a_refusal_ends_the_attempts(device: CpuDevice, arena: SharedMemory, caplog: pytest.LogCaptureFixture):
     device.go.set()
     device.refusal = "cudaHostRegister: not supported"
     pinning = Pinning(device, arena, EXTENT)
@@ -80,7 +70,7 @@ def test_a_refusal_ends_the_attempts(device: SlowDevice, arena: SharedMemory, ca
     pinning.close()
 
 
-def test_an_arena_is_unpinned_when_the_last_copy_drops_it(device: SlowDevice, arena: SharedMemory):
+def test_an_arena_is_unpinned_when_the_last_copy_drops_it(device: CpuDevice, arena: SharedMemory):
     device.go.set()
     pinning = Pinning(device, arena, EXTENT)
     for extent in range(EXTENTS):
@@ -92,7 +82,7 @@ def test_an_arena_is_unpinned_when_the_last_copy_drops_it(device: SlowDevice, ar
     assert not device.registered
 
 
-def test_close_waits_for_the_extent_that_is_being_pinned(device: SlowDevice, arena: SharedMemory):
+def test_close_waits_for_the_extent_that_is_being_pinned(device: CpuDevice, arena: SharedMemory):
     pinning = Pinning(device, arena, EXTENT)
     pinning.covers(arena.address, EXTENTS * EXTENT)
     closing = threading.Thread(target=pinning.close)
@@ -105,3 +95,21 @@ def test_close_waits_for_the_extent_that_is_being_pinned(device: SlowDevice, are
     assert not pinning.covers(arena.address, 1)
     assert pinning.wait(WAIT_S)
     assert not device.registered
+
+
+def test_a_new_arena_replaces_the_old_one(device: CpuDevice, arena: SharedMemory, shm_dir: Path):
+    device.go.set()
+    current, other = ArenaPinning(device), SharedMemory.create(shm_dir / "other", EXTENT)
+    old = current.of(arena, EXTENT)
+    assert current.of(arena, EXTENT) is old
+    old.covers(arena.address, 1)
+    assert old.wait(WAIT_S)
+    new = current.of(other, EXTENT)
+    new.covers(other.address, 1)
+    assert new.wait(WAIT_S)
+    assert set(device.registered) == {arena.address, other.address}, "a copy may still use the old arena"
+    del old
+    gc.collect()
+    assert set(device.registered) == {other.address}
+    new.close()
+    other.close()

@@ -1,6 +1,7 @@
 """The worker's side without an engine: loads and saves when nodes, clocks and clients misbehave."""
 
 import os
+import random
 import signal
 import threading
 import time
@@ -16,6 +17,8 @@ pytest.importorskip("vllm")
 
 import raykv  # noqa: E402
 from raykv.errors import ConfigError, PeerUnavailable, ProtocolError  # noqa: E402
+from raykv.gpu.pinning import ArenaPinning  # noqa: E402
+from raykv.integrations.gpu_layout import GpuLayout  # noqa: E402
 from raykv.integrations.kv_layout import DeviceLayout, Layout, part_of  # noqa: E402
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
 from raykv.integrations.vllm.connection import Connection  # noqa: E402
@@ -25,6 +28,7 @@ from raykv.integrations.vllm.rank_store import RankCache  # noqa: E402
 from raykv.integrations.vllm.stats import RayKVStats  # noqa: E402
 from raykv.integrations.vllm.worker import MAX_SAVING_STEPS, WorkerCache, WorkerSide  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
+from tests.support.cpu_gpu import CpuDevice  # noqa: E402
 from tests.support.nodes import stop_process, wait_until  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -53,7 +57,7 @@ class Bench:
     def __init__(
         self,
         open_client: Callable[[], raykv.Client],
-        kind: type[Layout] = Layout,
+        kind: Callable[..., Layout] = Layout,
         *,
         ranks: int = 1,
         publishes: bool = False,
@@ -118,6 +122,30 @@ def order(first: int = 0, last: int = 6, *, salt: str = "", cached: bool = False
 
 
 @pytest.fixture
+def gpu(rng: random.Random) -> CpuDevice:
+    """A GPU for KV caches whose layout is "gpu"."""
+    return CpuDevice(rng)
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> Callable[..., Layout]:
+    """Return a layout, or, for "gpu", a function that makes a layout whose kernels and streams run on the CPU."""
+    if request.param != "gpu":
+        return request.param
+    gpu: CpuDevice = request.getfixturevalue("gpu")
+    pinning = ArenaPinning(gpu)
+
+    def make(caches: dict[str, torch.Tensor], num_blocks: int, chunk_blocks: int) -> Layout:
+        for cache in caches.values():
+            storage = cache.untyped_storage()
+            gpu.adopt(storage.data_ptr(), storage.nbytes())
+        staged = Layout(caches, num_blocks, chunk_blocks)
+        return GpuLayout(staged, gpu, pinning, chunk_blocks=chunk_blocks)
+
+    return make
+
+
+@pytest.fixture
 def cluster() -> Iterator[raykv.EmbeddedCluster]:
     with raykv.embedded(nodes=2, arena_nbytes="32 MiB", extent_nbytes="1 MiB") as made:
         yield made
@@ -131,7 +159,7 @@ def benches() -> Iterator[list[Bench]]:
         bench.worker.close()
 
 
-@pytest.mark.parametrize("kind", [Layout, DeviceLayout])
+@pytest.mark.parametrize("kind", [Layout, DeviceLayout, "gpu"], indirect=True)
 @pytest.mark.parametrize("node", [0, 1])
 def test_what_is_saved_here_is_loaded_there(cluster: raykv.EmbeddedCluster, benches: list[Bench], kind: Any, node: int):
     benches += [
@@ -166,7 +194,7 @@ def test_chunks_of_a_spread_namespace_are_stored_at_their_owners(cluster: raykv.
     assert bench.arrived() == list(range(6))
 
 
-@pytest.mark.parametrize("kind", [Layout, DeviceLayout])
+@pytest.mark.parametrize("kind", [Layout, DeviceLayout, "gpu"], indirect=True)
 def test_a_worker_stores_and_loads_for_several_ranks(cluster: raykv.EmbeddedCluster, benches: list[Bench], kind: Any):
     benches += [Bench(lambda: cluster.client(NAMESPACE), kind, ranks=4, publishes=True) for _ in range(2)]
     here, there = benches

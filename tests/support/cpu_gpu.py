@@ -63,6 +63,7 @@ class CpuDevice:
     """Implements `raykv.gpu.device.Device`.
 
     Attributes:
+        go: `register` waits until this event is set. It is set at first.
         refusal: If not empty, `register` fails with this text.
         registered: Registered ranges: address -> length.
         launches: Names of the kernels that ran.
@@ -75,16 +76,24 @@ class CpuDevice:
         self._rng, self._lock, self._kernels = rng, threading.RLock(), kernels()
         self._queues: list[deque[tuple[CpuEvent | None, Callable[[], None]]]] = []
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._adopted: dict[int, int] = {}
+        self.go = threading.Event()
+        self.go.set()
         self.refusal = ""
         self.registered: dict[int, int] = {}
         self.launches: list[str] = []
         self.unpinned_nbytes = 0
         self.used_by: set[int] = set()
 
+    def adopt(self, address: int, nbytes: int) -> None:
+        """Regard some memory of the caller as memory of this GPU."""
+        self._adopted[address] = nbytes
+
     def use(self) -> None:
         self.used_by.add(threading.get_ident())
 
     def register(self, address: int, nbytes: int) -> None:
+        assert self.go.wait(20.0)
         if self.refusal:
             raise LostError(self.refusal)
         with self._lock:
@@ -175,7 +184,11 @@ class CpuDevice:
                 assert self._knows(place[1] + offset - base, nbytes), "a kernel uses memory that is not pinned"
 
     def _knows(self, address: int, nbytes: int) -> bool:
-        ranges = [*self.registered.items(), *((start, array.nbytes) for start, array in self._known.items())]
+        ranges = [
+            *self.registered.items(),
+            *self._adopted.items(),
+            *((start, array.nbytes) for start, array in self._known.items()),
+        ]
         return any(start <= address and address + nbytes <= start + length for start, length in ranges)
 
 

@@ -28,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import raykv
 from raykv.errors import RayKVError, UsageError
+from raykv.integrations.gpu_layout import with_gpu_copies
 from raykv.integrations.kv_layout import layout_of
 from raykv.integrations.vllm import register
 from raykv.integrations.vllm.checks import check_cache, check_engine, check_handshakes
@@ -248,8 +249,13 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
             caches: The layers of each KV cache group, by index.
             part: (Index of the rank, number of ranks) among the worker's ranks.
         """
+        num_blocks = self._kv_cache_config.num_blocks
         layouts = {
-            group.index: layout_of(caches[group.index], self._kv_cache_config.num_blocks, group.chunk_blocks, part=part)
+            group.index: with_gpu_copies(
+                layout_of(caches[group.index], num_blocks, group.chunk_blocks, part=part),
+                num_blocks,
+                group.chunk_blocks,
+            )
             for group in self._groups.each
         }
         namespace = namespace_of(

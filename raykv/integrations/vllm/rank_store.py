@@ -6,17 +6,18 @@ ranks never share a key.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raykv import Put
-from raykv.integrations.kv_layout import Layout
+from raykv.integrations.gpu_layout import GpuLayout, load_here
+from raykv.integrations.kv_layout import Layout, Values
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.events import Reporter
 from raykv.integrations.vllm.metadata import LoadedChunks, Rank, Save, Scope
 from raykv.protocol.namespace import Namespace
-from raykv.types import NO_HINTS, GetResult, Hints, KeyArray, Match, PutResult, Scattered
+from raykv.types import NO_HINTS, GetResult, Hints, KeyArray, Match, NodeId, PutResult
 
 if TYPE_CHECKING:
     from raykv import Client
@@ -54,7 +55,7 @@ class _Run(NamedTuple):
         part = self._replace(keys=self.keys[start:stop], blocks=self.blocks[start:stop])
         return part._replace(parent=parent, depth=self.depth + start)
 
-    def put(self, values: Sequence[Scattered]) -> Put:
+    def put(self, values: Values) -> Put:
         ttl_s, priority = self.hints
         return Put(self.keys, values, self.parent, self.depth, ttl_s=ttl_s or None, priority=priority)
 
@@ -89,12 +90,15 @@ class RankStore:
     def load(self, client: "Client", part: LoadedChunks, batch: slice, timeout_s: float) -> GetResult:
         """Load one batch of chunks into their blocks, up to the first missing chunk."""
         layout, blocks = self.cache.layouts[part.group], part.blocks[batch]
-        holders = part.holders[self.cache.rank][batch]
-        targets = [layout.targets(each) for each in blocks]
-        keys, match = client.keys(part.names[batch]), Match(len(holders), tuple(holders))
-        got = client.get(keys, targets, match=match, timeout_s=timeout_s)
-        layout.load(list(zip(blocks, targets, strict=True))[: got.prefix])
-        return got
+        holders, keys = part.holders[self.cache.rank][batch], client.keys(part.names[batch])
+        if isinstance(layout, GpuLayout):
+            began_s = self._clock()
+            here = load_here(client, layout, keys, blocks, holders, timeout_s)
+            start, left_s = len(here.hits), max(0.0, timeout_s - (self._clock() - began_s))
+            if start == len(keys):
+                return here
+            return here + _load(client, layout, keys[start:], blocks[start:], holders[start:], left_s)
+        return _load(client, layout, keys, blocks, holders, timeout_s)
 
     def fence(self) -> Any:
         """Mark the end of the kernels that compute this step's chunks: see `Layout.fence`."""
@@ -140,10 +144,12 @@ class RankStore:
         """Copy chunks in batches into the node's memory. Commit each batch with one message."""
         results: list[PutResult] = []
         for index, layout in self.cache.layouts.items():
+            if isinstance(layout, GpuLayout):
+                layout.use_arena(client)
             runs = [self._run(save, deadline_s, results) for save in saves if save.group == index]
             for batch in _batches(runs, layout.batch_chunks):
-                values = iter(layout.read([blocks for run in batch for blocks in run.blocks], fence))
-                puts = [run.put(list(islice(values, len(run.blocks)))) for run in batch]
+                values = layout.values([run.blocks for run in batch], fence)
+                puts = [run.put(each) for run, each in zip(batch, values, strict=True)]
                 result = client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock()))
                 results.append(result)
                 if self.reporter is not None:
@@ -171,6 +177,21 @@ class RankStore:
             results.append(PutResult(0, 0, len(run.keys)))  # no answer in time
             held = len(run.keys)
         return run.part(held, len(run.keys))
+
+
+def _load(
+    client: "Client",
+    layout: Layout,
+    keys: KeyArray,
+    blocks: Sequence[Sequence[int | None]],
+    holders: Sequence[NodeId],
+    timeout_s: float,
+) -> GetResult:
+    """Load chunks through the layout's buffers, up to the first missing chunk."""
+    targets = [layout.targets(each) for each in blocks]
+    got = client.get(keys, targets, match=Match(len(holders), tuple(holders)), timeout_s=timeout_s)
+    layout.load(list(zip(blocks, targets, strict=True))[: got.prefix])
+    return got
 
 
 def _batches(runs: Sequence[_Run], size: int) -> Iterator[list[_Run]]:
