@@ -29,6 +29,7 @@ try:
     from raykv.gpu.pinning import Pinning
     from raykv.gpu.tiles import Run, Tiles
     from raykv.memory.arena import SharedMemory
+    from raykv.memory.copying import checksum_of
 except ModuleNotFoundError as error:
     sys.exit(f"raykv cannot be imported: {error}. Its dependencies are msgspec, numpy, pydantic and xxhash.")
 
@@ -191,6 +192,20 @@ def measure(rig: Rig) -> dict[str, dict[str, float]]:
     }
 
 
+def checksum_rate(rig: Rig) -> float:
+    """Return how fast one thread hashes chunks in the arena, in bytes a second. A save hashes what it has stored."""
+    nbytes, taken = rig.shape.block_nbytes, []
+    views = [rig.arena.view[start : start + nbytes] for start in (each - rig.arena.address for each in rig.addresses)]
+    for _ in range(1 + ROUNDS):
+        began_s = time.perf_counter()
+        for view in views:
+            checksum_of([view])
+        taken.append(time.perf_counter() - began_s)
+    for view in views:
+        view.release()
+    return rig.nbytes / statistics.median(taken[1:])
+
+
 def table(rates: dict[str, dict[str, float]]) -> str:
     """Format rates for people, as shares of those of the plain copy."""
     lines = [f"{'':<14} {'GPU -> arena':>22} {'arena -> GPU':>22}"]
@@ -334,6 +349,8 @@ def main() -> None:
         print("bit-exact: all ways, both directions\n")
         rates = found["rates"] = measure(rig)
         print(table(rates))
+        found["checksums"] = checksum_rate(rig)
+        print(f"checksums of stored chunks, on one thread: {found['checksums'] / 1e9:.2f} GB/s")
         found["chosen"] = {"rates": rig.copies.calibrate(2 * pages), "ways": rig.copies.ways}
         print(f"chosen by calibration: {rig.copies.ways}")
         try:

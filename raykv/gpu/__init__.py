@@ -7,8 +7,7 @@
 | `device` | the few calls of CUDA that the rest needs; the only module that imports cupy |
 | `pinning` | the arena's extents, registered with CUDA in the background |
 | `copies` | chunks between pages and host memory: three ways, and the choice between them |
-| `hbm_cache` | spare GPU memory with copies of chunks: the top of the hierarchy, off unless asked for |
-| `handles` | GPU memory for other processes (CUDA IPC) and for RDMA (dma-buf) |
+| `driver` | calls of CUDA's driver that cupy lacks: batched copies, and dma-bufs of GPU memory for RDMA |
 
-raykv works without CUDA and cupy. Nothing outside this package imports it at start.
+raykv works without CUDA and cupy. `docs/gpu.md` describes the design.
 """

@@ -25,6 +25,9 @@ LINK_BLOCKS: Final = 8
 """Blocks of a kernel that moves bytes over the link to the host. They wait for the link most of the time, so few of
 them are enough, and more would only take multiprocessors from the engine."""
 
+REMEDY: Final = "docker run --gpus all, and pip install cupy-cuda12x (cupy-cuda13x for CUDA 13)"
+"""How to get what `missing` names."""
+
 Stream = int
 """A handle of CUDA. Streams are made once and live as long as the process."""
 Event = Any
@@ -187,12 +190,16 @@ def _handle(event: Event) -> int:
     return int(event.ptr if hasattr(event, "ptr") else event.cuda_event)
 
 
+def has_gpu(root: Path = Path("/")) -> bool:
+    return any((root / "dev").glob("nvidia*"))
+
+
 def missing(root: Path = Path("/")) -> str:
     """Return what this host lacks for GPU copies. Empty: nothing. Does not initialize CUDA, which would take memory."""
-    if not any((root / "dev").glob("nvidia*")):
+    if not has_gpu(root):
         return "no NVIDIA GPU is visible in /dev"
     if driver.library() is None:
-        return f"{driver.LIBRARY} is missing; containers get it with --gpus all"
+        return f"there is a GPU, but {driver.LIBRARY} is missing"
     if find_spec("cupy") is None:
-        return "cupy is missing: pip install cupy-cuda12x (cupy-cuda13x for CUDA 13)"
+        return "there is a GPU, but cupy is missing"
     return ""

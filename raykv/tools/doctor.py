@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from raykv.config import GIB, KIB, MIB
+from raykv.gpu import device, driver
 from raykv.memory import native, numa, pages
 from raykv.memory.cgroup import cgroup_file, lines_of
 from raykv.memory.cgroup import memory_limit as find_memory_limit
@@ -48,7 +49,7 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     """Run all checks. This changes nothing on the host."""
     memory = (shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes)
     software, network = (system, compiled_loops), (tcp, rdma_devices, locked_memory, nics, nearest_nics)
-    return [check(root) for check in (*memory, cores, open_files, *software, *network)]
+    return [check(root) for check in (*memory, cores, open_files, *software, *network, gpu)]
 
 
 def report(findings: Iterable[Finding]) -> str:
@@ -227,7 +228,7 @@ def nics(root: Path) -> Finding:
 def nearest_nics(root: Path) -> Finding:
     """List the NICs nearest to each GPU and NUMA node: RDMA ports, or network devices if there are none."""
     topology = read_topology(root / "sys")
-    lines = [f"GPU {gpu.index} ({gpu.place.address}): {_nearest(topology, gpu)}" for gpu in topology.gpus]
+    lines = [f"GPU {each.index} ({each.place.address}): {_nearest(topology, each)}" for each in topology.gpus]
     lines += [f"NUMA node {node}: {_nearest(topology, node)}" for node in topology.numa_nodes]
     return Finding("nearest NICs", "ok", "\n".join(lines) or "no GPU and no NUMA node is visible")
 
@@ -246,6 +247,22 @@ def _nearest(topology: Topology, near: Gpu | int) -> str:
     ]
     names = [name for name, distance in found if distance is found[0][1]]
     return f"{', '.join(names)} ({found[0][1].name})" if found else "no NIC is up"
+
+
+def gpu(root: Path) -> Finding:
+    """Check what GPU engines need to copy KV straight between GPU memory and the arena."""
+    name, reason = "GPU copies", device.missing(root)
+    if not device.has_gpu(root):
+        return Finding(name, "ok", f"{reason}: engines on CPU need nothing")
+    if reason:
+        remedy = (
+            f"{device.REMEDY}; then GPU engines copy straight between GPU memory and the arena, not through the CPU"
+        )
+        return Finding(name, "better", reason, remedy)
+    says = "the driver and cupy are there"
+    batched = driver.has_batched_copies(driver.library())
+    remedy = "update NVIDIA's driver to 570 or later; then one call queues many copies, where that is the fastest way"
+    return better(name, says if batched else f"{says}; the driver has no batched copies", remedy, when=not batched)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

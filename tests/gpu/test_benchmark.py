@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import Rig, Shape, measure, pinned_arena, table
+from benchmarks.gpu import Rig, Shape, checksum_rate, measure, pinned_arena, table
 from raykv.gpu.copies import WAYS
 from tests.support.cpu_gpu import CpuDevice
 
@@ -46,6 +46,7 @@ def test_all_lines_are_measured_and_move_all_bytes(rig: Rig):
     rates = measure(rig)
     assert list(rates) == ["plain copy", *WAYS, "a copy a run"]
     assert all(rate > 0 for each in rates.values() for rate in each.values())
+    assert checksum_rate(rig) > 0
     memory = np.frombuffer(rig.arena.view, np.uint8)
     memory[:] = 0
     rig.copies.load(rig.chunks, rig.addresses)

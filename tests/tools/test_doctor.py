@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from raykv.gpu import device, driver
 from raykv.memory import native, pages
 from raykv.tools import cli, doctor
 from tests.support.sysfs import build_sys, lines_of
@@ -46,7 +48,7 @@ def shm_size(monkeypatch):
 
 def test_this_host_is_looked_at_and_every_finding_is_whole():
     found = doctor.examine()
-    assert len({finding.name for finding in found}) == 14
+    assert len({finding.name for finding in found}) == 15
     for finding in found:
         assert finding.grade in ("ok", "better", "wrong")
         assert finding.name
@@ -269,3 +271,23 @@ def test_rdma(host, monkeypatch, ports, pyverbs, grade, says):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if pyverbs else None)
     found = doctor.rdma_devices(host.root)
     assert (found.grade, says in found.says) == (grade, True), found
+
+
+def test_gpu_copies(host, monkeypatch):
+    assert doctor.gpu(host.root).grade == "ok", "no GPU, nothing to do"
+    host.write("dev/nvidia0", "")
+    monkeypatch.setattr(driver, "library", lambda: None)
+    finding = doctor.gpu(host.root)
+    assert (finding.grade, finding.says) == ("better", "there is a GPU, but libcuda.so.1 is missing")
+    assert "--gpus all" in finding.remedy
+    old, new = SimpleNamespace(), SimpleNamespace(cuMemcpyBatchAsync_v2=None)
+    monkeypatch.setattr(driver, "library", lambda: old)
+    monkeypatch.setattr(device, "find_spec", lambda _: None)
+    finding = doctor.gpu(host.root)
+    assert (finding.grade, finding.says) == ("better", "there is a GPU, but cupy is missing")
+    assert "pip install cupy" in finding.remedy
+    assert "not through the CPU" in finding.remedy
+    monkeypatch.setattr(device, "find_spec", lambda _: object())
+    assert "update NVIDIA's driver" in doctor.gpu(host.root).remedy
+    monkeypatch.setattr(driver, "library", lambda: new)
+    assert doctor.gpu(host.root).grade == "ok"
