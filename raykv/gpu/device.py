@@ -114,7 +114,7 @@ class CudaDevice:
         self.has_batched_copies = driver.has_batched_copies(self._driver)
         try:
             self.use()
-            module = self._cupy.RawModule(code=KERNELS.read_text(), options=("--std=c++17",))
+            module = self._cupy.RawModule(code=KERNELS.read_text())
             self._kernels = {name: module.get_function(name) for name in ("gather", "scatter")}
         except Exception as error:  # cupy has many kinds of errors
             raise ConfigError(f"GPU copies: cupy cannot compile or load the kernels: {error}") from error
