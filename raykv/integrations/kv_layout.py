@@ -233,7 +233,11 @@ class DeviceLayout(Layout):
     def fence(self) -> "torch.cuda.Event | None":
         import torch
 
-        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps, instead of holding a core
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def read(self, chunks: Sequence[Sequence[int]], fence: Any = None) -> list[list[memoryview]]:
         import torch
