@@ -266,8 +266,8 @@ sys.exit(cli.main(sys.argv[1:]))
     ],
 )
 def test_rdma(host, monkeypatch, ports, pyverbs, grade, says):
-    for device, state in ports.items():
-        host.write(f"sys/class/infiniband/{device}/ports/1/state", state)
+    for name, state in ports.items():
+        host.write(f"sys/class/infiniband/{name}/ports/1/state", state)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if pyverbs else None)
     found = doctor.rdma_devices(host.root)
     assert (found.grade, says in found.says) == (grade, True), found
