@@ -258,7 +258,8 @@ def test_a_hand_off_needs_no_lookup(
 
 def test_a_ticket_names_the_nodes_from_which_the_prefill_engine_has_loaded(model: Path, cluster: raykv.EmbeddedCluster):
     fill(model, cluster)
-    with Engine(model, cluster.address(1)) as prefill:
+    # By default, an engine computes what it would load too slowly, and so might this one on a busy machine.
+    with Engine(model, cluster.address(1), extra={"load_policy": "always"}) as prefill:
         for _ in range(2):  # the second time, the engine has the chunks in its own cache
             prefill.answer([SHARED], count=1, params={"do_remote_decode": True, "do_remote_prefill": False})
             ((ticket,),) = [prefill.outputs[0].kv_transfer_params["raykv"]]
