@@ -22,8 +22,8 @@ CALLS = {"eval", "exec", "compile", "__import__"}
 OPTIONS = {"allow_pickle", "ext_hook", "object_hook", "object_pairs_hook"}
 LOADS = {"numpy.load", "np.load", "np.lib.format.read_array", "torch.load", "pickle.load", "np.fromregex"}
 IMPORTERS = {"", "eviction", "tier.registry", "integrations.vllm", "transport.data_path", "gpu.device"}
-"""The modules that import by name: public names of raykv, policies and tiers that the operator allows, a module of raykv
-that needs pyverbs, and cupy. No name comes from a message."""
+"""The modules that import by name: public names of raykv, policies and tiers that the operator allows, a module of
+raykv that needs pyverbs, and cupy. No name comes from a message."""
 
 
 def suspicious(tree: ast.AST) -> Iterator[str]:
