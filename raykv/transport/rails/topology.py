@@ -64,7 +64,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """A used entry of a port's GID table. `kind`: "RoCE v2" or "IB/RoCE v1". `netdev`: "" if there is none."""
+    """A used entry of a port's GID table. `kind`: "RoCE v2" or "IB/RoCE v1". `netdev`: "" if there is none.
+
+    A container may see the addresses of other network namespaces. They cannot be used, and are left out.
+    """
 
     index: int
     gid: str
@@ -79,7 +82,7 @@ class RdmaPort:
     Attributes:
         device: The name for verbs, such as "mlx5_0".
         port: The number of the port, from 1.
-        active: Whether the port's state is ACTIVE.
+        active: Whether the port's state is ACTIVE, and this network namespace has an address of it.
         gbit_s: The rate in Gbit/s; 0 if unknown.
         link_layer: "InfiniBand" or "Ethernet"; "" if unknown.
         place: Where the device is attached.
@@ -199,29 +202,32 @@ class Topology:
 
 def read_topology(root: Path = Path("/sys")) -> Topology:
     """Read the topology of a host. `root`: where sysfs is mounted."""
+    interfaces = {entry.name for entry in _entries(root / "class/net")}
     return Topology(
-        ports=tuple(port for entry in _entries(root / "class/infiniband") for port in _ports(entry)),
+        ports=tuple(port for entry in _entries(root / "class/infiniband") for port in _ports(entry, interfaces)),
         net_devices=tuple(_net_devices(root)),
         gpus=tuple(_gpus(root)),
         numa_nodes=_numa_nodes(root),
     )
 
 
-def _ports(entry: Path) -> Iterator[RdmaPort]:
+def _ports(entry: Path, interfaces: set[str]) -> Iterator[RdmaPort]:
     place, physical, shared = _attachment(entry)
     for port in _entries(entry / "ports"):
         if not port.name.isdigit():
             continue
+        gids = tuple(_gids(port))
+        usable = tuple(gid for gid in gids if not interfaces or not gid.netdev or gid.netdev in interfaces)
         yield RdmaPort(
             device=entry.name,
             port=int(port.name),
-            active=_text(port / "state").endswith("ACTIVE"),
+            active=_text(port / "state").endswith("ACTIVE") and (bool(usable) or not gids),
             gbit_s=_number(_text(port / "rate").partition(" ")[0]),
             link_layer=_text(port / "link_layer"),
             place=place,
             physical=physical,
             shared=shared,
-            gids=tuple(_gids(port)),
+            gids=usable,
         )
 
 

@@ -128,8 +128,18 @@ def test_a_bonded_device_and_four_numa_nodes(host):
 
 
 def test_a_virtual_function_is_used_where_its_physical_function_is_not_visible(tmp_path):
+    """So it is in a container that got the virtual functions, and their interfaces with them."""
     hidden = [line for line in lines_of("bonded") if not line.startswith("class/infiniband/mlx5_2 ")]
-    assert names(read_topology(build_sys(tmp_path, hidden)), 2)[:2] == ["mlx5_3:1", "mlx5_4:1"]
+    interfaces = [f"class/net/enp193s0v{number} -> ../../devices/virtual/net/lo" for number in (0, 1)]
+    assert names(read_topology(build_sys(tmp_path, [*hidden, *interfaces])), 2)[:2] == ["mlx5_3:1", "mlx5_4:1"]
+
+
+def test_a_device_of_another_network_namespace_is_not_used(tmp_path):
+    """RDMA devices are visible in all namespaces. Here the virtual functions' interfaces are in those of containers."""
+    hidden = [line for line in lines_of("bonded") if not line.startswith("class/infiniband/mlx5_2 ")]
+    topology = read_topology(build_sys(tmp_path, hidden))
+    assert names(topology, 2) == ["mlx5_bond_0:1"]
+    assert [port.gids for port in topology.ports if port.shared] == [(), ()]
 
 
 def test_a_port_that_goes_down_is_not_a_rail(tmp_path):
