@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-core model demo serve test test-vllm quick soak bench bench-quick lint format typecheck notebooks lock clean
+.PHONY: help setup setup-core model demo serve test test-rdma-full test-vllm quick soak bench bench-quick lint format typecheck notebooks lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -48,6 +48,9 @@ test: lint typecheck setup-core ## All that CI runs: at most 12 minutes on two c
 	.ci/sanitize $(core)/bin/python
 	$(core)/bin/python -m tests.rdma.run -q -m "not soak"
 	$(venv)/bin/python -m pytest $(full_tests) $(two) --dist loadfile -m "not soak" $(ARGS)
+
+test-rdma-full: setup ## RDMA between Ray nodes on several hosts, in a kernel that is built first: 10 minutes of CPU
+	@$(venv)/bin/python -m tests.rdma.run_hosts -s $(ARGS)
 
 test-vllm: setup ## vLLM's own tests of KV connectors, with RayKVConnector in their place: 3 minutes, needs the registry
 	@$(venv)/bin/python -m tests.vllm_conformance.run $(ARGS)

@@ -62,7 +62,7 @@ class Load:
     """Operations one after the other, until `stop` is set.
 
     Attributes:
-        counts: Operations by name; chunks "hit", "missed", "stored", "skipped".
+        counts: Operations by name; chunks "hit", "missed", "stored", "skipped"; gets by data path, such as "over tcp".
         problems: Wrong bytes, exceptions, and operations that ended too late.
         overruns_s: How long after its deadline the latest operation ended: by the clock, and without the time in which
             other processes had the processors.
@@ -150,6 +150,7 @@ class Load:
         result = self._timed("get", timeout_s, lambda: client.get(keys, into, match=match, timeout_s=timeout_s))
         if result is None:
             return 0
+        self.counts.update(f"over {path}" for path in result.nbytes_by_path)
         for hit, buffer, name in zip(result.hits, into, names, strict=False):
             if hit and not np.array_equal(buffer, content(name, self._nbytes)):
                 self._add_problem(f"WRONG BYTES of {name}")
@@ -212,6 +213,14 @@ class Probe:
         pairs = zip(hits, names, into, strict=True)
         return [hit and np.array_equal(buffer, content(name, self._nbytes)) for hit, name, buffer in pairs]
 
+    def read_by_path(self, names: list[str]) -> dict[str, int]:
+        """Read chunks. Returns the bytes that arrived over each data path. Wrong bytes raise AssertionError."""
+        into = [np.empty(self._nbytes, np.uint8) for _ in names]
+        result = self._connected().get(names, into, timeout_s=5.0)
+        for hit, name, buffer in zip(result.hits, names, into, strict=True):
+            assert not hit or np.array_equal(buffer, content(name, self._nbytes)), name
+        return result.nbytes_by_path
+
     def drop(self, space: str) -> int:
         """Drop a namespace. Returns the number of copies that were dropped."""
         return self._connected(space).drop_namespace()
@@ -257,7 +266,8 @@ def main() -> None:
         thread.start()
         return True
 
-    questions = (probe.write, probe.read, probe.drop, probe.owners, probe.stats, probe.here, probe.found)
+    questions = (probe.write, probe.read, probe.read_by_path, probe.drop, probe.owners, probe.stats)
+    questions += (probe.here, probe.found)
     serve({"start": start, "report": load.report, **{question.__name__: question for question in questions}})
     load.stop.set()
     if thread.ident is not None:

@@ -10,7 +10,7 @@ import raykv.cluster
 from raykv.cluster.actors import NAMESPACE, directory_name
 from tests.chaos.children import fields_of_child, serve
 
-START_S = 60.0
+START_S = 180.0
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from tests.chaos.cluster import DIRECTORY, MEMBER_TIMEOUT_S, Cluster
 from tests.support.nodes import wait_until
 
 PORT: Final = 6379
-START_S: Final = 60.0
+START_S: Final = 180.0
 
 
 class RayCluster(Cluster):
@@ -78,7 +78,8 @@ class RayCluster(Cluster):
 
     def _with_ray(self, host: str, *arguments: str) -> list[str]:
         """Return the command that runs a program of Ray on a host, with this tree's code."""
-        settings = {**SETTINGS, "PYTHONPATH": os.getcwd()}
+        paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+        settings = {**SETTINGS, "PYTHONPATH": os.pathsep.join(paths)}
         return self.network.command(host, "env", *(f"{name}={value}" for name, value in settings.items()), *arguments)
 
     def _driver(self) -> Child:

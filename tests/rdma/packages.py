@@ -1,4 +1,4 @@
-"""Fetches the Debian packages that the virtual machine needs, and unpacks them under .cache. Nothing is installed."""
+"""Fetches the Debian packages that the virtual machines need, and unpacks them under .cache. Nothing is installed."""
 
 import fcntl
 import os
@@ -13,6 +13,12 @@ TOOLS: Final = (
     "qemu-system-x86", "busybox-static", "kmod", "rdma-core", "ibverbs-utils", "ibverbs-providers", "python3-pyverbs",
     "iproute2",
 )  # fmt: skip
+KERNEL_SOURCE: Final = "linux-source-7.2"
+"""Debian's package of a kernel whose User-Mode variant runs on several processors, and whose rxe knows namespaces."""
+BACKPORTS: Final = "trixie-backports"
+"""The suite that has KERNEL_SOURCE."""
+KEYRING: Final = "/usr/share/keyrings/debian-archive-keyring.gpg"
+BUILD_TOOLS: Final = ("flex", "bison", "m4")
 MERGED: Final = ("bin", "sbin", "lib", "lib64")
 """Directories that are links into /usr on the host. The packages still name some files by the old paths."""
 
@@ -64,8 +70,34 @@ def fetch() -> Packages:
     return Packages(root)
 
 
-def _download(place: Path) -> list[Path]:
-    """Download the packages that the host lacks, with apt's own choice of versions. Needs no root."""
+def fetch_kernel_source(place: Path) -> None:
+    """Unpack KERNEL_SOURCE to `place`/source, and what its build needs to `place`/tools.
+
+    Raises:
+        Unavailable: The packages cannot be had.
+    """
+    sources = place / "sources.list"
+    flags = _apt_flags(place / "apt")
+    _run("apt-get", *flags, "update")
+    found = _run("apt-get", *flags, "indextargets", "--format", "$(SITE) $(RELEASE)", "Created-By: Packages")
+    mirrors = [line.split() for line in found.splitlines() if line.split()[0].rstrip("/").endswith("/debian")]
+    if not mirrors:
+        raise Unavailable("no Debian mirror among apt's sources")
+    site, release = mirrors[0]
+    sources.write_text("".join(f"deb [signed-by={KEYRING}] {site} {suite} main\n" for suite in (release, BACKPORTS)))
+    flags = _apt_flags(place / "apt", f"Dir::Etc::SourceList={sources}", "Dir::Etc::SourceParts=/nonexistent")
+    archives = place / "apt" / "archives"
+    _run("apt-get", *flags, "update")
+    _run("apt-get", *flags, "download", KERNEL_SOURCE, *BUILD_TOOLS, cwd=archives)
+    for archive in archives.glob("*.deb"):
+        _run("dpkg", "-x", str(archive), str(place / "tools"))
+    (packed,) = (place / "tools/usr/src").glob("*.tar.xz")
+    (place / "source").mkdir()
+    _run("tar", "-xf", str(packed), "-C", str(place / "source"), "--strip-components=1")
+
+
+def _apt_flags(place: Path, *further: str) -> list[str]:
+    """Return the options with which apt keeps all its files in `place`, so that it needs no root."""
     archives, lists = place / "archives", place / "lists"
     for each in (archives, lists):
         (each / "partial").mkdir(parents=True, exist_ok=True)
@@ -77,8 +109,14 @@ def _download(place: Path) -> list[Path]:
         "Debug::NoLocking=1",
         "APT::Install-Recommends=0",
         f"APT::Sandbox::User={os.environ.get('USER', 'root')}",
+        *further,
     ]
-    flags = [word for option in options for word in ("-o", option)]
+    return [word for option in options for word in ("-o", option)]
+
+
+def _download(place: Path) -> list[Path]:
+    """Download the packages that the host lacks, with apt's own choice of versions."""
+    flags, archives = _apt_flags(place), place / "archives"
     _run("apt-get", *flags, "update")
     depends = _run("apt-cache", *flags, "depends", "linux-image-amd64")
     kernels = [line.split()[-1] for line in depends.splitlines() if "Depends: linux-image-" in line]

@@ -2,19 +2,21 @@
 
 import sys
 from pathlib import Path
+from typing import Final
 
 from tests.rdma import packages
 from tests.rdma.machine import run
 
-TIMEOUT_S = 3600.0
+TIMEOUT_S: Final = 3600.0
 """The machine is ended after this time. pytest ends a single test much earlier."""
+TESTS: Final = ("tests/rdma", "--ignore=tests/rdma/hosts")
 
 
 def main(arguments: list[str]) -> int:
     """Run pytest in the machine. Returns its exit status, or 0 where there can be no machine."""
     try:
         python = packages.fetch().python
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/rdma", *arguments]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *TESTS, *arguments]
         environment = {"PYTHONPATH": f"{Path.cwd()}:{python}"}
         setup = f". {Path(__file__).with_name('network.sh')}"
         return run(command, setup=setup, environment=environment, timeout_s=TIMEOUT_S)
