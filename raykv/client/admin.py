@@ -238,7 +238,8 @@ class AdminCalls:
         "nodes" maps each node to its counters, or to {"error": ...}.
         "tripped_peers" maps the address of each node that this client leaves alone to the seconds until it is asked.
         "data_paths" has the state of each data path. For RDMA: "over_tcp" maps each node that is read over TCP, because
-        RDMA to it has failed, to the reason; "ports" has the rate of each port, and whether it is in use.
+        RDMA to it has failed, to the reason; "ports" has the rate of each port, and whether it is in use. For TCP:
+        "rails" has the same of each pair of NICs, by node, if there are several.
         """
         deadline_s = self.router.deadline(timeout_s)
         nodes, view = self._node_stats(deadline_s), self.router.view(deadline_s)

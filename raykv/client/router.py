@@ -15,7 +15,7 @@ from raykv.client.parallel import Parallel
 from raykv.client.peer_loads import PeerLoads
 from raykv.client.read_failures import ReadFailures
 from raykv.client.writer import Writer
-from raykv.config import ClientConfig, TlsConfig, rdma_devices
+from raykv.config import ClientConfig, TlsConfig, nic_names, rdma_devices
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError, TransientError, UsageError
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.metrics import ClientMetrics
@@ -25,6 +25,7 @@ from raykv.protocol.placement import LEARN_S, Member, View
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.transport.addresses import parse_address
 from raykv.transport.data_path import PathEnvironment, open_data_paths
+from raykv.transport.nics import nic_addresses
 from raykv.transport.pool import ConnectionPool
 from raykv.types import Bits, KeyArray, NodeId, host_identity
 
@@ -79,6 +80,7 @@ class Router:
         is_local = address.startswith("unix:")
         if not is_local and config.secret is None:
             raise ConfigError("field 'secret': needed for an address of the form host:port, or set RAYKV_SECRET")
+        sources = None if config.nics == "off" else tuple(nic_addresses(nic_names(config.nics)))
         self.config, self._address = config, address
         self.copy_threads = CopyThreads(config.copy_threads or default_copy_threads())
         self.parallel, self.read_failures = Parallel(), ReadFailures()
@@ -100,10 +102,9 @@ class Router:
         self._host = host
         self.pool = ConnectionPool(secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer, tls=tls)
         self.pool.learn_secret = self._learn_secret
+        devices = rdma_devices(config.rdma, tls=tls is not None)
         self.paths = open_data_paths(
-            PathEnvironment(
-                self.pool, host, config.verify, self.copy_threads, rdma_devices(config.rdma, tls=tls is not None)
-            )
+            PathEnvironment(self.pool, host, config.verify, self.copy_threads, devices, sources)
         )
         try:
             self.refresh(deadline_s)

@@ -217,6 +217,7 @@ class NodeActor:
             host=f"ray-{ray_node_id}" if cluster.separate_hosts else None,
             storage=cluster.storage,
             rdma=cluster.rdma,
+            nics=cluster.nics,
             tls=cluster.tls,
         )
         self._node: NodeHandle | None = None

@@ -14,7 +14,9 @@ from raykv.config.base import (
     Model,
     Name,
     Nbytes,
+    Nics,
     Rdma,
+    nic_names,
     parse_nbytes,
     rdma_devices,
 )
@@ -46,6 +48,7 @@ __all__ = [
     "Name",
     "NamespaceConfig",
     "Nbytes",
+    "Nics",
     "NodeConfig",
     "Rdma",
     "SsdConfig",
@@ -53,6 +56,7 @@ __all__ = [
     "TlsConfig",
     "environment_of_child",
     "native_wanted",
+    "nic_names",
     "parse_nbytes",
     "rdma_devices",
 ]

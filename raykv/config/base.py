@@ -33,6 +33,7 @@ Nbytes = Annotated[int, BeforeValidator(parse_nbytes), Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Rdma = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*$")]
+Nics = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]+(,[A-Za-z0-9_.:-]+){0,15}$")]
 HugePages = Literal["try", "require", "never"]
 
 
@@ -44,6 +45,11 @@ def rdma_devices(value: str, *, tls: bool) -> tuple[str, ...] | None:
     if value == "auto":
         return None if tls else ()
     return None if value == "off" else tuple(value.split(","))
+
+
+def nic_names(value: str) -> tuple[str, ...]:
+    """Return the names and addresses in a field of type Nics. "auto" and "off" name none."""
+    return () if value in ("auto", "off") else tuple(value.split(","))
 
 
 class Model(BaseModel):

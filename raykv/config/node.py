@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raykv.config.base import Model, Name, Nbytes, Rdma, Seconds
+from raykv.config.base import Model, Name, Nbytes, Nics, Rdma, Seconds
 from raykv.config.storage import StorageConfig
 from raykv.config.tls import TlsConfig
 
@@ -21,10 +21,12 @@ class NodeConfig(Model):
         host: Identity of the host. Nodes and clients with equal hosts share memory. None means the detected identity.
         heartbeat_s: Time between heartbeats to the directory.
         io_timeout_s: A peer that stalls for this long in the middle of a message is disconnected.
-        max_connections: At most this many connections are served at once. Further connections are refused.
+        max_connections: At most this many connections are served at once on each address. Further ones are refused.
         storage: The node's memory and tiers.
         rdma: "auto": use all active RDMA devices of the host, if pyverbs is installed and there is no TLS. "off": use
             none. Otherwise the names of the devices to use, such as "mlx5_0,mlx5_1"; their bytes are not encrypted.
+        nics: The NICs over which other hosts read chunks from this node: names of interfaces, or their IPv4 addresses,
+            such as "eth1,eth2". Large reads use all of them at once. "auto" or "off": only the address in `bind`.
         tls: Certificates for all TCP connections of this node. None: no TLS.
     """
 
@@ -37,6 +39,7 @@ class NodeConfig(Model):
     io_timeout_s: Seconds = 10.0
     max_connections: Annotated[int, Field(ge=4, le=65536)] = 1024
     rdma: Rdma = "auto"
+    nics: Nics = "auto"
     tls: TlsConfig | None = None
 
     @property
@@ -68,6 +71,7 @@ class ClusterConfig(Model):
         separate_hosts: If true, Ray nodes on one machine do not read each other's shared memory. This simulates a
             network, for tests and demonstrations.
         rdma: As NodeConfig.rdma, for each node.
+        nics: As NodeConfig.nics, for each node; so name interfaces, not addresses.
         tls: Certificates of each node. The files must be on every host. None: no TLS.
     """
 
@@ -78,4 +82,5 @@ class ClusterConfig(Model):
     hot_nbytes_per_s: Nbytes | None = 16_000_000
     separate_hosts: bool = False
     rdma: Rdma = "auto"
+    nics: Nics = "auto"
     tls: TlsConfig | None = None

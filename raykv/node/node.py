@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from raykv.config import GIB, NodeConfig, rdma_devices
+from raykv.config import GIB, NodeConfig, nic_names, rdma_devices
 from raykv.errors import ConfigError, DamagedError, RayKVError, TransientError, UsageError
 from raykv.membership.membership import MembershipPort
 from raykv.memory.cgroup import memory_limit
@@ -48,6 +48,7 @@ from raykv.storage.files import remove_all_files
 from raykv.storage.store import Store
 from raykv.tier.registry import open_tiers
 from raykv.transport.base import Reply, Session
+from raykv.transport.nics import nic_addresses
 from raykv.transport.pool import ConnectionPool
 from raykv.transport.server import LogLimit, SocketServer
 from raykv.types import host_identity
@@ -158,17 +159,8 @@ class Node:
         log.info("node %s starts with %s", config.node_id, config.model_dump_json())
         endpoints = {}
         for name, address in (("tcp", config.bind), ("unix", config.local_address)):
-            server = SocketServer(
-                self,
-                address,
-                self._keys.keyring.current,
-                io_timeout_s=config.io_timeout_s,
-                max_connections=config.max_connections,
-                tls=self._tls,
-            )
-            server.accept_secrets(self._keys.keyring.accepted)
-            self._servers.append(server)
-            endpoints[name] = server.address
+            endpoints[name] = self._listen(address)
+        endpoints |= self._listen_on_nics(*endpoints["tcp"].split(":"))
         self.member = Member(
             node_id=config.node_id,
             host=config.host or host_identity(),
@@ -192,6 +184,37 @@ class Node:
         self._asked.wait(FIRST_BEAT_S)
         for server in self._servers:
             server.serve()
+
+    def _listen(self, address: str) -> str:
+        """Open a socket. Returns its address with the actual port. Raises ConfigError if that is impossible."""
+        server = SocketServer(
+            self,
+            address,
+            self._keys.keyring.current,
+            io_timeout_s=self.config.io_timeout_s,
+            max_connections=self.config.max_connections,
+            tls=self._tls,
+        )
+        server.accept_secrets(self._keys.keyring.accepted)
+        self._servers.append(server)
+        return server.address
+
+    def _listen_on_nics(self, host: str, port: str) -> dict[str, str]:
+        """Listen on each NIC of the config. Returns their endpoints, empty for a NIC on which this is impossible.
+
+        A supervisor keeps `port`, so that the node finds it free again after a restart.
+        """
+        endpoints = {}
+        for number, nic in enumerate(nic_addresses(nic_names(self.config.nics))):
+            name = f"nic{number}"
+            endpoints[name] = f"{host}:{port}" if nic == host else ""
+            for each in (port, "0") if nic not in ("", host) else ():
+                try:
+                    endpoints[name] = self._listen(f"{nic}:{each}")
+                    break
+                except ConfigError as error:
+                    log.warning("node %s: %s", self.config.node_id, error)
+        return endpoints
 
     def _add_endpoint(self, addresses: str) -> None:
         """Let readers know that this node is read over RDMA. The next heartbeat sends it."""

@@ -24,6 +24,9 @@ SLOTS: Final = 1 << SLOT_BITS
 MAX_MEMBERS: Final = 4096
 """A view has at most this many members, because computing the ring takes 32 KiB of memory for each."""
 
+MAX_NICS: Final = 16
+"""A node is read over at most this many NICs."""
+
 MemberId: TypeAlias = Annotated[NodeId, msgspec.Meta(max_length=64)]
 """The name of a node in a message, as long as `NodeConfig.node_id` may be."""
 LEARN_S: Final = 3.0
@@ -41,7 +44,8 @@ class Member(msgspec.Struct, frozen=True):
         node_id: The node's name.
         host: Identity of the node's host. Processes with equal hosts share memory.
         endpoints: Addresses by transport: "tcp" has "host:port", "unix" has "unix:..." for the node's host, and "rdma"
-            has the GIDs of the node's ports, for people to read. Without "rdma" the node is not read over RDMA.
+            has the GIDs of the node's ports, for people to read. Without "rdma" the node is not read over RDMA. "nic0",
+            "nic1", ... have "host:port" for the node's NICs, if it is read over several; "tcp" may equal one of them.
         weight: The node's share of the ring, relative to other nodes.
         incarnation: Start time of the node's process. After a restart this time differs, and the node's location index
             is empty.
@@ -62,6 +66,17 @@ class Member(msgspec.Struct, frozen=True):
     def local_address(self) -> str:
         """The endpoint for processes on the node's host; empty if there is none."""
         return self.endpoints.get("unix", "")
+
+    @property
+    def nics(self) -> tuple[str, ...]:
+        """The endpoints for large reads from other hosts: one for each NIC, empty for a NIC that is not served.
+
+        If the node names no NICs, its only endpoint is `address`.
+        """
+        count = 0
+        while count < MAX_NICS and f"nic{count}" in self.endpoints:
+            count += 1
+        return tuple(self.endpoints[f"nic{number}"] for number in range(count)) or (self.address,)
 
 
 class View(msgspec.Struct, frozen=True, dict=True):

@@ -144,6 +144,15 @@ class ReadRun:
         """Start an attempt to read over `path`. Keep `arrived` and `named`, and clear the rest of the outcome."""
         self.path, self.gone, self.corrupt, self.other_size = path, [], [], []
 
+    def merge(self, part: "ReadRun", *, whole: bool = True) -> None:
+        """Add the outcome of a run of some of these places. Not `whole`: its missing chunks are asked for again."""
+        self.arrived += part.arrived
+        self.named |= part.named
+        if whole:
+            self.gone += part.gone
+            self.corrupt += part.corrupt
+            self.other_size += part.other_size
+
     def add_absent(self, places: list[int], choices: Sequence[tuple[NodeId, ...]], numbers: bytes) -> bool:
         """Record the chunks that the node does not have. With `locate`, record also the holders that it names.
 

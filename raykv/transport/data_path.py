@@ -15,6 +15,7 @@ from raykv.protocol.placement import Member
 from raykv.transport import rdma
 from raykv.transport.bulk_read import BulkRead, ReadRun
 from raykv.transport.pool import ConnectionPool
+from raykv.transport.striped_read import StripedReads
 from raykv.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,8 @@ class PathEnvironment(NamedTuple):
             no checksums.
         threads: Threads for large copies.
         rdma: Names of the RDMA devices to use; empty for all. None: no RDMA.
+        sources: The reader's IPv4 addresses for large reads over TCP; empty: the routing table chooses. None: each node
+            is read over one of its NICs.
     """
 
     pool: ConnectionPool
@@ -108,20 +111,25 @@ class PathEnvironment(NamedTuple):
     verify: str = "remote"
     threads: CopyThreads = ONE_THREAD
     rdma: tuple[str, ...] | None = ()
+    sources: tuple[str, ...] | None = ()
 
 
 class LinkPath(DataPath):
-    """Reads over the TCP links of a pool."""
+    """Reads over the TCP links of a pool: over several NICs, if the node or this host names them."""
 
     name = "tcp"
 
     def __init__(self, environment: PathEnvironment) -> None:
         self._pool, self._verify = environment.pool, environment.verify != "never"
+        self._striped = StripedReads(self._pool, environment.sources, verify=self._verify)
 
     def can_reach(self, member: Member, *, deadline_s: float) -> bool:
         return bool(member.address)
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
+        if (rails := self._striped.rails_to(member)) is not None:
+            self._striped.read(member, rails, run, deadline_s=deadline_s)
+            return
         bulk, before = BulkRead(run, verify=self._verify), len(run.arrived)
         self._pool.ask(
             member.address,
@@ -129,6 +137,16 @@ class LinkPath(DataPath):
             deadline_s=deadline_s,
             arrived_nbytes=lambda: run.progress.nbytes(run.arrived[before:]),
         )
+
+    def stats(self) -> dict[str, Any]:
+        rails = self._striped.stats()
+        return {"rails": rails} if rails else {}
+
+    def retain(self, members: Collection[Member]) -> None:
+        self._striped.retain(members)
+
+    def close(self) -> None:
+        self._striped.close()
 
 
 class ShmPath(DataPath):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TICK_S: Final = 0.01
 """A call over a link may overrun its deadline by at most this many seconds."""
 MAX_REQUEST_ID: Final = 0xFFFFFFFF
+_LAST_DATA_RECV: Final = struct.Struct("52xI")
+"""Where `struct tcp_info` has the milliseconds since data arrived last."""
 _DISCARD: Final = struct.pack("ii", 1, 0)  # linger for 0 seconds: closing resets the connection
 
 
@@ -45,7 +47,9 @@ class Link:
         drop_after_fork(self)
 
     @classmethod
-    def connect(cls, address: str, secret: bytes, *, deadline_s: float, tls: "Tls | None" = None) -> "Link":
+    def connect(
+        cls, address: str, secret: bytes, *, deadline_s: float, tls: "Tls | None" = None, source: str = ""
+    ) -> "Link":
         """Connect and do the handshake.
 
         Args:
@@ -53,6 +57,7 @@ class Link:
             secret: The cluster's secret; not used over Unix sockets.
             deadline_s: When to give up.
             tls: The certificates for TLS, which the server must have too. Not used over Unix sockets.
+            source: The IPv4 address of this host to connect from. Empty: the routing table chooses it.
 
         Raises:
             WrongSecret: The peer does not know the secret. This is a PeerUnavailable.
@@ -70,6 +75,8 @@ class Link:
             raise PeerUnavailable(f"{address}: cannot make a socket: {error.strerror or error}") from error
         try:
             connection.settimeout(remaining(deadline_s))
+            if source:
+                connection.bind((source, 0))
             connection.connect(where)
             if family == socket.AF_UNIX:
                 require_same_user(connection)
@@ -190,6 +197,23 @@ class Link:
         Also returns True if the connection is broken or closed: in this case `collect` raises an error at once.
         """
         return self.closed or (bool(self._posted) and self._stream.wait_ready(timeout_s))
+
+    def silent_s(self) -> float:
+        """Return the seconds since data arrived last. Any thread may call this. 0 if the connection has ended."""
+        try:
+            info = self._stream.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV.size)
+        except OSError:
+            return 0.0
+        milliseconds: int = _LAST_DATA_RECV.unpack(info)[0]
+        return milliseconds / 1000
+
+    def cut(self) -> None:
+        """Shut the connection down: the thread that waits for it gets an error. Any thread may call this."""
+        try:
+            # Not the method of SSLSocket: it turns TLS off, and the thread would go on in plain text.
+            socket.socket.shutdown(self._stream.socket, socket.SHUT_RDWR)
+        except OSError:
+            pass  # the connection has ended already
 
     def _require_open(self) -> None:
         if self.closed:

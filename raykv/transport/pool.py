@@ -1,10 +1,12 @@
 """A pool of reusable links to nodes. A circuit breaker pauses requests to a node that fails or is far too slow."""
 
+import math
 import random
 import threading
 import time
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING, Final, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from raykv.errors import PeerUnavailable, RayKVError, TransientError
 from raykv.transport.breaker import Breaker, Rates, Verdict
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+End: TypeAlias = tuple[str, str]
+"""What links are pooled by: the address that they lead to, and the address of this host from which, or ""."""
 FAIR_S: Final = 0.05
 """A call that misses its deadline counts against the peer only if it began at least this long before the deadline."""
 
@@ -46,7 +50,7 @@ class ConnectionPool:
         Args:
             secret: The cluster's secret.
             breaker_s: How long a breaker pauses requests when it opens first. With 0, breakers never open.
-            max_idle: Limit of idle links to one address.
+            max_idle: Limit of idle links to one address from one address of this host.
             tls: The certificates for TLS, if the cluster uses TLS.
             rng: Chooses the length of the pauses.
         """
@@ -91,6 +95,11 @@ class ConnectionPool:
             PeerUnavailable: The node does not answer in time, or its breaker is open.
             RayKVError: `request` raised this error.
         """
+        work = partial(self.run, address, request, deadline_s=deadline_s)
+        return self.guard(address, work, deadline_s=deadline_s, arrived_nbytes=arrived_nbytes)
+
+    def guard(self, address: str, work: Callable[[], T], *, deadline_s: float, arrived_nbytes: Callable[[], int]) -> T:
+        """Do some work with the node at `address`, over any links, unless the node's breaker is open; see `ask`."""
         began_s = time.monotonic()
         with self._lock:
             breaker = self._breakers.get(address) or Breaker(self._breaker_s, self._rng)
@@ -101,7 +110,7 @@ class ConnectionPool:
             raise PeerUnavailable(f"{address} did not answer a moment ago, or too slowly; it is left alone for a while")
         verdict = Verdict.NONE
         try:
-            result = self._ask(address, request, deadline_s)
+            result = work()
             verdict = self._judge(address, arrived_nbytes(), began_s, late=False)
             return result
         except TransientError:
@@ -122,30 +131,47 @@ class ConnectionPool:
         with self._lock:
             return self._rates.judge(address, nbytes, time.monotonic() - began_s, late=late)
 
-    def _ask(self, address: str, request: Callable[[Link], T], deadline_s: float) -> T:
+    def run(
+        self,
+        address: str,
+        request: Callable[[Link], T],
+        *,
+        deadline_s: float,
+        source: str = "",
+        connect_s: float = math.inf,
+    ) -> T:
+        """Run `request` on a link to `address`, as `ask` does, but whatever the breaker says.
+
+        Args:
+            address, request, deadline_s: As in `ask`.
+            source: The address of this host to connect from. Empty: any.
+            connect_s: A new connection may take at most this long.
+        """
+        end = address, source
         with self._lock:
-            idle = self._idle.get(address)
+            idle = self._idle.get(end)
             link = idle.pop() if idle else None
         if link is not None:
             try:
-                return self._run(address, link, request)
+                return self._run(end, link, request)
             except PeerUnavailable:
                 if time.monotonic() >= deadline_s:  # on a dead connection the request would have failed at once
                     raise
-                self.close_idle(address)
-        return self._run(address, self._connect(address, deadline_s), request)
+                self._close_idle(end)
+        return self._run(end, self._connect(end, min(deadline_s, time.monotonic() + connect_s)), request)
 
-    def _connect(self, address: str, deadline_s: float) -> Link:
-        secret = self.secret
+    def _connect(self, end: End, deadline_s: float) -> Link:
+        secret, (address, source) = self.secret, end
+        connect = partial(Link.connect, address, deadline_s=deadline_s, tls=self._tls, source=source)
         try:
-            return Link.connect(address, secret, deadline_s=deadline_s, tls=self._tls)
+            return connect(secret)
         except WrongSecret:
             if self.learn_secret is None or (learned := self.learn_secret(deadline_s)) == secret:
                 raise
         self.secret = learned
-        return Link.connect(address, learned, deadline_s=deadline_s, tls=self._tls)
+        return connect(learned)
 
-    def _run(self, address: str, link: Link, request: Callable[[Link], T]) -> T:
+    def _run(self, end: End, link: Link, request: Callable[[Link], T]) -> T:
         good = False
         try:
             result = request(link)
@@ -157,7 +183,7 @@ class ConnectionPool:
         finally:
             self.epoch = max(self.epoch, link.epoch)
             with self._lock:
-                idle = self._idle.setdefault(address, [])
+                idle = self._idle.setdefault(end, [])
                 reuse = good and not link.closed and len(idle) < self._max_idle
                 if reuse:
                     idle.append(link)
@@ -166,15 +192,20 @@ class ConnectionPool:
 
     def close_idle(self, address: str) -> None:
         """Close the idle links to an address."""
+        for end in [end for end in list(self._idle) if end[0] == address]:
+            self._close_idle(end)
+
+    def _close_idle(self, end: End) -> None:
         with self._lock:
-            idle = self._idle.pop(address, [])
+            idle = self._idle.pop(end, [])
         for link in idle:
             link.close()
 
     def retain(self, addresses: Container[str]) -> None:
         """Close the idle links and reset the breakers of all addresses that are not in `addresses`."""
         with self._lock:
-            gone = [address for address in {*self._idle, *self._breakers} if address not in addresses]
+            known = {address for address, _ in self._idle} | self._breakers.keys()
+            gone = [address for address in known if address not in addresses]
             for address in gone:
                 self._breakers.pop(address, None)
                 self._rates.remove(address)
@@ -188,5 +219,5 @@ class ConnectionPool:
     def after_fork(self) -> None:
         """Start without links and breakers in the child. The inherited links are closed by their own `after_fork`."""
         self._lock, self._rates = threading.Lock(), Rates()
-        self._idle: dict[str, list[Link]] = {}
+        self._idle: dict[End, list[Link]] = {}
         self._breakers: dict[str, Breaker] = {}

@@ -45,9 +45,11 @@ class Faults:
         self._silent.difference_update(node.member.endpoints.values())
         self._hanging.difference_update(node.member.endpoints.values())
 
-    def _connect_or_fail(self, address: str, secret: bytes, *, deadline_s: float, tls: Tls | None = None) -> Link:
+    def _connect_or_fail(
+        self, address: str, secret: bytes, *, deadline_s: float, tls: Tls | None = None, source: str = ""
+    ) -> Link:
         self._send(address, deadline_s)
-        link = self._connect(address, secret, deadline_s=deadline_s, tls=tls)
+        link = self._connect(address, secret, deadline_s=deadline_s, tls=tls, source=source)
         self._addresses[link] = address
         return link
 

@@ -154,11 +154,14 @@ class Rails:
         rail.outstanding += plan.nbytes
         return Share(plan.rail, plan.indices, plan.nbytes, began)
 
-    def done(self, share: Share, now_s: float) -> None:
-        """All of a share was transferred. A rail that was taken out is used again, if the share was its probe."""
+    def done(self, share: Share, now_s: float, *, nbytes: int | None = None) -> None:
+        """A share was transferred. A rail that was taken out is used again, if the share was its probe.
+
+        `nbytes`: how many bytes there were to transfer; None: all of the share.
+        """
         rail = self._rails[share.rail]
         if rail.rated:
-            rail.measure(share.nbytes, now_s, busy=True)
+            rail.measure(share.nbytes if nbytes is None else nbytes, now_s, busy=True)
         self._end(share, Verdict.ALIVE, now_s)
 
     def fail(self, share: Share, now_s: float) -> None:

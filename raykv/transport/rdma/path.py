@@ -140,17 +140,15 @@ class RdmaPath(DataPath):
             self._tcp.read(member, rest, deadline_s=deadline_s)
         finally:
             run.over_tcp += rest.arrived
-            run.arrived += rest.arrived
-            run.gone += rest.gone
-            run.corrupt += rest.corrupt
-            run.other_size += rest.other_size
-            run.named |= rest.named
+            run.merge(rest)
 
     def retain(self, members: Collection[Member]) -> None:
+        self._tcp.retain(members)
         names = {member.node_id for member in members}
         self._failed = {name: failed for name, failed in list(self._failed.items()) if name in names}
 
     def close(self) -> None:
         """Close the devices. The pool must be closed before: its links have the queue pairs."""
+        self._tcp.close()
         if self._opened is not None:
             self._opened.close()

@@ -1,27 +1,23 @@
 """Moves bytes from a peer's memory over the rails of a connection. The rails of a host are its RDMA ports."""
 
-import random
-import threading
-import time
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from raykv.errors import ProtocolError
 from raykv.protocol import messages
 from raykv.protocol.codec import array, expect
 from raykv.transport.link import Link
-from raykv.transport.rails.striping import Rails, Share
+from raykv.transport.rails.shared import UNKNOWN_RATE, SharedRails
+from raykv.transport.rails.striping import Share
 from raykv.transport.rdma.device import Device
 from raykv.transport.rdma.queue_pair import Broken, Late, Piece, QueuePair
 from raykv.transport.rdma.staging import Stage
 
 PAUSE_S: Final = 2.0
 """A rail that failed is left alone for this long the first time, and for up to four times as long later."""
-UNKNOWN_RATE: Final = 1.25e9
-"""Rate of a port that does not tell it, in bytes a second: 10 Gbit/s."""
 
 
-class LocalRails:
+class LocalRails(SharedRails):
     """The rails of this process's devices, shared by all its reads. Thread-safe.
 
     Attributes:
@@ -32,39 +28,7 @@ class LocalRails:
         """Make a rail of each port. Its nominal rate is the first weight."""
         self.devices = tuple(devices)
         nominal = [device.gbit_s * 1e9 / 8 or UNKNOWN_RATE for device in devices]
-        self._rails, self._lock = Rails(nominal, pause_s=PAUSE_S, rng=random.Random()), threading.Lock()
-
-    def assign(self, sizes: Sequence[int]) -> list[Share]:
-        with self._lock:
-            return self._rails.assign(sizes, time.monotonic())
-
-    def done(self, share: Share) -> None:
-        with self._lock:
-            self._rails.done(share, time.monotonic())
-
-    def fail(self, share: Share) -> None:
-        with self._lock:
-            self._rails.fail(share, time.monotonic())
-
-    def cancel(self, share: Share) -> None:
-        with self._lock:
-            self._rails.cancel(share, time.monotonic())
-
-    def admits(self, rail: int) -> bool:
-        with self._lock:
-            return self._rails.admits(rail, time.monotonic())
-
-    def stats(self) -> dict[str, dict[str, Any]]:
-        """Return for each port its rate as measured lately, in bytes a second, and whether it is in use."""
-        now_s = time.monotonic()
-        with self._lock:
-            return {
-                f"{device.name}:{device.port}": {
-                    "nbytes_per_s": round(self._rails.rate(rail, now_s)),
-                    "in_use": self._rails.works(rail, now_s),
-                }
-                for rail, device in enumerate(self.devices)
-            }
+        super().__init__([f"{device.name}:{device.port}" for device in devices], nominal, pause_s=PAUSE_S)
 
 
 class Connection:
