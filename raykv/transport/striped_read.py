@@ -35,7 +35,7 @@ SMALL_S: Final = 1.0
 """A run below STRIPED_NBYTES, which one rail reads, is continued over another one after this time, or after half of the
 time that the read has."""
 CLOCK_S: Final = 0.02
-"""The kernel's times of arrivals are right within this time."""
+"""The kernel's clock for the time since bytes arrived is right within this time."""
 MAX_THREADS: Final = 32
 """Largest number of shares that one client reads at once. Further ones wait."""
 

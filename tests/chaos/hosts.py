@@ -5,6 +5,7 @@ has: packets leave and arrive nowhere, and the sender learns nothing. Loss is a 
 random share of packets to an interface that leads nowhere. A packet here is what TCP hands over, up to 64 KiB.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -74,6 +75,29 @@ class Network:
             run("ip", "-n", name, "link", "set", end, "up")
         run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth", "clsact")
 
+    def join(self, one: str, other: str, number: int) -> tuple[str, str]:
+        """Connect two hosts by a cable of their own, in a network of its own. Returns their addresses there.
+
+        At both ends it ends in an interface named "nic" and the number.
+        """
+        nic, addresses = f"nic{number}", (f"10.78.{number}.1", f"10.78.{number}.2")
+        ends = self._namespace(one), self._namespace(other)
+        run("ip", "-n", ends[0], "link", "add", nic, "type", "veth", "peer", "name", nic, "netns", ends[1])
+        for name, address in zip(ends, addresses, strict=True):
+            run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", nic)
+            run("ip", "-n", name, "link", "set", nic, "up")
+        return addresses
+
+    def set_up(self, host: str, nic: str, *, up: bool) -> None:
+        """Turn an interface on or off."""
+        run("ip", "-n", self._namespace(host), "link", "set", nic, "up" if up else "down")
+
+    def received_nbytes(self, host: str, nic: str) -> int:
+        """Return how many bytes an interface has received so far."""
+        (found,) = json.loads(run("ip", "-n", self._namespace(host), "-s", "-j", "link", "show", "dev", nic))
+        nbytes: int = found["stats64"]["rx"]["bytes"]
+        return nbytes
+
     def command(self, host: str, *arguments: str) -> list[str]:
         """Return the command that runs a program on a host."""
         return ["ip", "netns", "exec", self._namespace(host), *arguments]
@@ -101,13 +125,13 @@ class Network:
         sink = ("action", "mirred", "egress", "redirect", "dev", "sink")
         run(*tc, "add", "dev", "eth", "egress", "bpf", "bytecode", program, *sink)
 
-    def set_rate(self, host: str, megabits: float) -> None:
+    def set_rate(self, host: str, megabits: float, *, nic: str = "eth") -> None:
         """Limit what a host sends, in Mbit/s. 0: no limit."""
         tc = self.command(host, "tc", "qdisc")
         if not megabits:
-            run(*tc, "del", "dev", "eth", "root")
+            run(*tc, "del", "dev", nic, "root")
             return
-        run(*tc, "add", "dev", "eth", "root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "100ms")
+        run(*tc, "add", "dev", nic, "root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "100ms")
 
     def pids(self) -> list[int]:
         """Return the processes that run on the hosts."""
