@@ -20,9 +20,8 @@ def content(number: int, nbytes: int) -> bytes:
 
 def hold(secret: str, config: dict[str, Any], count: int, nbytes: int) -> None:
     """Run a node that has the chunks "0", "1", ... until the parent closes the input."""
-    node = Node(
-        NodeConfig.load(config), secret=bytes.fromhex(secret), membership=InProcessMembership(member_timeout_s=9)
-    )
+    membership = InProcessMembership(member_timeout_s=9.0)
+    node = Node(NodeConfig.load(config), secret=bytes.fromhex(secret), membership=membership)
     node.start()
     with raykv.connect(SPACE, address=node.member.local_address) as client:
         names = [str(number) for number in range(count)]
@@ -49,13 +48,8 @@ def read(secret: str, config: dict[str, Any], count: int, nbytes: int, pause_s: 
                 took_s.append(time.monotonic() - began_s)
                 missing += hits.count(False)
                 wrong += sum(hit and buffer != right for hit, buffer, right in zip(hits, into, contents, strict=True))
-            rails = client.stats()["data_paths"]["tcp"].get("rails", {})
-            return {
-                "missing": missing,
-                "wrong": wrong,
-                "took_s": took_s,
-                "rails": list(rails.get("holder", {}).values()),
-            }
+            rails = client.stats()["data_paths"]["tcp"].get("rails", {}).get("holder", {})
+            return {"missing": missing, "wrong": wrong, "took_s": took_s, "rails": list(rails.values())}
 
         serve({"read": read_all})
 
