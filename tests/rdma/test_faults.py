@@ -77,6 +77,20 @@ def test_a_link_that_goes_down_and_comes_back(both):
     wait_until(lambda: read(both, names) == {"rdma": 4 * SIZE} and not rails_out(both), START_S)
 
 
+def test_a_rail_that_cannot_connect_is_left_out(both):
+    """Connections that begin while a port is down use the other one."""
+    names = both.put([SIZE] * 4)
+    client = both.cluster.client(raykv.Namespace(model="m"), node=1, timeout_s=20.0)  # has opened both devices
+    subprocess.run(["ip", "link", "set", "va", "down"], check=True)
+    try:
+        result = client.get(names, [bytearray(SIZE) for _ in names])
+        assert result.nbytes_by_path == {"rdma": 4 * SIZE}
+        ports = client.stats()["data_paths"]["rdma"]["ports"]
+        assert ports["rxe1:1"]["in_use"]
+    finally:
+        subprocess.run(["sh", "tests/rdma/link_up.sh"], check=True)
+
+
 def test_no_rail_is_left(both):
     names = both.put([SIZE] * 4)
     assert read(both, names) == {"rdma": 4 * SIZE}

@@ -48,6 +48,10 @@ class SharedRails:
         with self._lock:
             self._rails.cancel(share, time.monotonic())
 
+    def take_out(self, rail: int) -> None:
+        with self._lock:
+            self._rails.take_out(rail, time.monotonic())
+
     def admits(self, rail: int) -> bool:
         with self._lock:
             return self._rails.admits(rail, time.monotonic())

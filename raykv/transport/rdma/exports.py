@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 REST_SHARE: Final = 2.0
 """After each registration the thread rests for this many times as long, because pyverbs does not release the GIL."""
+NO_END: Final = QueuePairEnd("", 0, 0, 0, 1)
+"""Stands for an end that could not be connected."""
 MAX_QUEUE_PAIRS: Final = 4096
 """At most this many queue pairs of peers are open."""
 
@@ -125,6 +127,8 @@ class Exports:
     def connect(self, ends: tuple[QueuePairEnd, ...]) -> "tuple[PeerPairs, RdmaConnected]":
         """Connect queue pairs with a peer's ends. The rails serve the ends in turn.
 
+        An end that no rail reaches is answered with NO_END.
+
         Raises:
             CapacityError: Too many queue pairs are open, or a device refuses: for example a wrong address.
         """
@@ -132,20 +136,49 @@ class Exports:
             if self.open_pairs + len(ends) > MAX_QUEUE_PAIRS:
                 raise CapacityError(f"this node has {self.open_pairs} queue pairs of peers; at most {MAX_QUEUE_PAIRS}")
             self.open_pairs += len(ends)
-        rails = [number % len(self.devices) for number in range(len(ends))]
+        rails: list[int] = []
         made: list[QueuePair] = []
-        peer = PeerPairs(self, made, rails, len(ends))
+        answers: list[QueuePairEnd] = []
+        peer, reason = PeerPairs(self, made, rails, len(ends)), ""
         try:
-            for rail, end in zip(rails, ends, strict=True):
-                made.append(QueuePair(self.devices[rail]))
-                made[-1].connect(end)
-        except BaseException as error:
+            for number, end in enumerate(ends):
+                try:
+                    rail, pair = self._connect(number, end)
+                except Broken as error:
+                    reason = str(error)
+                    rails.append(number % len(self.devices))
+                    answers.append(NO_END)
+                    continue
+                made.append(pair)
+                rails.append(rail)
+                answers.append(pair.end)
+            if not made:
+                raise CapacityError(reason or "no queue pair was asked for")
+        except BaseException:
             peer.close()
-            if isinstance(error, Broken):  # for the peer this is no broken queue pair of its own
-                raise CapacityError(str(error)) from error
             raise
         keys = np.array([self._record_keys[rail] for rail in rails], np.uint32).tobytes()
-        return peer, RdmaConnected(tuple(pair.end for pair in made), self._arena.address, self._records, keys)
+        return peer, RdmaConnected(tuple(answers), self._arena.address, self._records, keys)
+
+    def _connect(self, number: int, end: QueuePairEnd) -> tuple[int, QueuePair]:
+        """Connect a queue pair with a peer's end of this number, over the first rail that reaches it.
+
+        Raises:
+            Broken: No rail does.
+        """
+        reason: Broken | None = None
+        for rail in ((number + turn) % len(self.devices) for turn in range(len(self.devices))):
+            pair = None
+            try:
+                pair = QueuePair(self.devices[rail])
+                pair.connect(end)
+                return rail, pair
+            except Broken as error:
+                reason = reason or error
+                if pair is not None:
+                    pair.close()
+        assert reason is not None
+        raise reason
 
     def release(self, count: int) -> None:
         """Count queue pairs that were closed."""

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from raykv.errors import PeerUnavailable
 from raykv.protocol.rdma import QueuePairEnd
-from raykv.transport.rdma import verbs
+from raykv.transport.rdma import neighbours, verbs
 from raykv.transport.rdma.device import REMOTE, Device
 
 DEPTH: Final = 1024
@@ -81,7 +81,7 @@ class QueuePair:
         return QueuePairEnd(device.gid, device.lid, int(self._pair.qp_num), self._psn, device.mtu)
 
     def connect(self, peer: QueuePairEnd) -> None:
-        """Connect to the other end. Raises Broken if the device refuses the address."""
+        """Connect to the other end. Raises Broken if the device refuses the address, or nobody answers there."""
         device, attributes = self.device, verbs.QPAttr(port_num=self.device.port)
         attributes.qp_access_flags = REMOTE
         attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.number, peer.psn, self._psn
@@ -90,6 +90,8 @@ class QueuePair:
         attributes.min_rnr_timer, attributes.rnr_retry = 12, 7
         attributes.timeout, attributes.retry_cnt = RETRY_TIMEOUT, RETRIES
         try:
+            if not neighbours.answers(device.gid, peer.gid):
+                raise Broken(f"{device.name} cannot connect to {peer.gid}: it does not answer on the local network")
             route = verbs.GlobalRoute(dgid=verbs.GID(peer.gid), sgid_index=device.gid_index)
             attributes.ah_attr = verbs.AHAttr(port_num=device.port, is_global=1, gr=route, dlid=peer.lid)
             self._pair.to_rts(attributes)

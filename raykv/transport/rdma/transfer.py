@@ -45,7 +45,7 @@ class Connection:
         """Connect.
 
         Raises:
-            Broken: No device works.
+            Broken: No device works, or none reaches the peer.
             RayKVError: The node refuses: it has no device. Or an error of `Link.call`.
         """
         self.pairs: list[QueuePair | None] = [_open(device) for device in rails.devices]
@@ -61,8 +61,13 @@ class Connection:
             if len(answer.ends) != len(made):
                 raise ProtocolError(f"{len(answer.ends)} queue pairs in the answer to {len(made)}")
             for number, ((rail, pair), end) in enumerate(zip(made, answer.ends, strict=True)):
-                pair.connect(end)
                 self._end_of[rail] = number
+                try:
+                    pair.connect(end)
+                except Broken as error:
+                    self.drop(rail, str(error))
+                    rails.take_out(rail)  # it is tried again after a pause
+            self.live(0)
             self.arena, self.records = answer.arena, answer.records
             self.record_keys = tuple(array(answer.record_keys, "<u4", len(made)).tolist())
         except BaseException:
