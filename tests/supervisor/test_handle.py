@@ -148,6 +148,22 @@ def test_a_killed_node_is_back_with_its_chunks_under_its_address(made):
 
 
 @pytest.mark.slow
+def test_a_killed_node_is_back_on_each_of_its_nics(shm_dir):
+    memory = {"arena_nbytes": 32 << 20, "extent_nbytes": 1 << 20, "shm_dir": str(shm_dir)}
+    fields = {"node_id": "n", "cluster": "p", "host": "elsewhere", "storage": memory, "heartbeat_s": 0.05}
+    config = NodeConfig.load({**fields, "nics": "127.0.0.1,127.0.0.2"})
+    membership = InProcessMembership(member_timeout_s=5.0)
+    node = NodeHandle(config, secret=bytes.fromhex(SECRET), membership=membership)
+    try:
+        (before,) = membership.logic.view.members
+        assert len(set(before.nics)) == 2
+        os.kill(node.pid, signal.SIGKILL)
+        wait_until(lambda: membership.logic.view.members[0].incarnation != before.incarnation)
+        assert membership.logic.view.members[0].nics == before.nics
+    finally:
+        node.stop(unlink=True)
+
+
 def test_it_is_restarted_after_a_crash_too(made):
     """Here the node ends by SIGSEGV. Other tests use SIGKILL."""
     os.kill(made.node.pid, signal.SIGSEGV)
