@@ -6,6 +6,7 @@ the other rails read what is missing. A NIC that is down sends no error: its sha
 other shares arrive.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -36,6 +37,8 @@ SMALL_S: Final = 1.0
 time that the read has."""
 CLOCK_S: Final = 0.02
 """The kernel's clock for the time since bytes arrived is right within this time."""
+WATCHES: Final = 4
+"""How often the shares are looked at within the time for which one may be silent."""
 MAX_THREADS: Final = 32
 """Largest number of shares that one client reads at once. Further ones wait."""
 
@@ -132,12 +135,10 @@ class _StripedRead:
 
     def __init__(self, reads: StripedReads, rails: NicRails, run: ReadRun, deadline_s: float) -> None:
         self.reads, self.rails, self.run, self.deadline_s = reads, rails, run, deadline_s
-        self._main = ""
         self.silent_s = max(MIN_SILENT_S, min(SILENT_S, (deadline_s - time.monotonic()) / 3))
 
     def read(self, address: str) -> None:
         """Read the run. If no rail works, read over a link to `address`. Raises RayKVError, as `DataPath.read`."""
-        self._main = address
         run = self.run
         run.begin("tcp")
         left = run.missing
@@ -175,7 +176,7 @@ class _StripedRead:
                     task()
             left = set(reading)
             while left:
-                left = wait(left, self.silent_s / 4).not_done
+                left = wait(left, self.silent_s / WATCHES).not_done
                 for future in left:
                     if self._is_dead(reading[future], parts):
                         reading[future].cut()
@@ -190,16 +191,22 @@ class _StripedRead:
             future.result()  # raises only after a bug: each RayKVError is in `error`
 
     def _is_dead(self, part: "_Part", parts: list["_Part"]) -> bool:
-        """Whether a part is silent, although the node sends over another rail, or may do so if it is asked."""
-        if part.silent_s() < self.silent_s:
-            return False
+        """Whether a part has been silent for `silent_s`, and all this time the node was sending over another rail.
+
+        A part that is alone is dead if it is silent, and another rail could read it.
+        """
+        now_s, silent_s, limit_s = time.monotonic(), part.silent_s(), self.silent_s
         others = [each for each in parts if each is not part]
-        return any(each.heard_within(self.silent_s) for each in others) if others else self._others(part)
+        heard = any(each.heard_within(limit_s / 2) for each in others) if others else self._others(part)
+        if silent_s < limit_s / WATCHES or not heard:
+            part.suspect_s = math.inf
+            return False
+        part.suspect_s = min(part.suspect_s, now_s)
+        return silent_s >= limit_s and now_s - part.suspect_s >= limit_s
 
     def _others(self, part: "_Part") -> bool:
-        """Whether a part could be read otherwise: over another rail, or over a link to the node's main address."""
-        rail, ends = part.share.rail, self.rails.ends
-        return ends[rail][0] != self._main or any(self.rails.admits(n) for n in range(len(ends)) if n != rail)
+        """Whether another rail could read a part."""
+        return any(self.rails.admits(rail) for rail in range(len(self.rails.ends)) if rail != part.share.rail)
 
     def _merge(self, parts: list["_Part"]) -> list[int]:
         """Add the outcome of the parts to that of the run. Returns the chunks to read over other rails.
@@ -229,6 +236,7 @@ class _Part:
         run: The chunks, and their outcome.
         error: Why not all chunks were asked for; None if they were.
         taken_out: Whether the rail has failed, and is taken out.
+        suspect_s: Since when the part is silent while others are not; see `_StripedRead`.
     """
 
     def __init__(self, whole: _StripedRead, share: Share, places: list[int]) -> None:
@@ -236,6 +244,7 @@ class _Part:
         self.run = ReadRun(whole.run.progress, whole.run.holder, places, whole.run.locate)
         self.error: RayKVError | None = None
         self.taken_out = False
+        self.suspect_s = math.inf
         self._bulk = BulkRead(self.run, verify=whole.reads.verify)
         self._lock = threading.Lock()  # guards what follows
         self._link: Link | None = None

