@@ -1,0 +1,122 @@
+"""Asks raykv which chunks of a prompt are stored, and where. Bounded in time, in keys and in calls."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from raykv.errors import RayKVError
+from raykv.types import NodeId
+
+if TYPE_CHECKING:
+    from raykv import Client
+    from raykv.types import KeyArray
+
+MAX_PROBES: Final = 64
+"""A lookup asks for at most this many chunks of a prompt, at equal distances. Stored chunks form a prefix, so each
+answer holds for the chunks since the one before."""
+THREADS: Final = 4
+MAX_CALLS: Final = 16
+"""At most this many lookups run at once. Further prompts are routed without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive chunks with the same holders.
+
+    Attributes:
+        stop: Number of leading chunks of the prompt up to the end of this run.
+        below: Whether all holders have the chunks only on SSD or in a file.
+    """
+
+    stop: int
+    holders: tuple[NodeId, ...]
+    below: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The leading chunks of a prompt that are stored, as runs. `digest`: of the namespace under which they are."""
+
+    runs: tuple[Run, ...] = ()
+    digest: bytes = b""
+
+    @property
+    def chunks(self) -> int:
+        return self.runs[-1].stop if self.runs else 0
+
+
+def probes(count: int) -> list[int]:
+    """Return the positions of the chunks to ask for, at most MAX_PROBES. The last chunk is among them."""
+    asked = min(count, MAX_PROBES)
+    return [-(-(number + 1) * count // asked) - 1 for number in range(asked)]
+
+
+def runs_of(places: Sequence[int], holders: Sequence[tuple[NodeId, ...]], below: Sequence[bool]) -> tuple[Run, ...]:
+    """Join the answers up to the first chunk that nobody holds."""
+    runs: list[Run] = []
+    for place, named, is_below in zip(places, holders, below, strict=True):
+        if not named:
+            break
+        if runs and set(runs[-1].holders) == set(named) and runs[-1].below == is_below:
+            runs.pop()
+        runs.append(Run(place + 1, named, is_below))
+    return tuple(runs)
+
+
+class ChunkFinder:
+    """Looks chunks up without blocking the event loop."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-route")
+        self._calls = 0
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def find(self, client: "Client", names: Sequence[bytes], *, all_near: bool) -> tuple[Run, ...] | None:
+        """Return the stored prefix of these chunks. None: raykv has not answered in time, or is busy.
+
+        Args:
+            all_near: Whether all engines are on this host. Then chunks in this host's memory need no call.
+        """
+        if not names:
+            return ()
+        places = probes(len(names))
+        keys = client.keys([names[place] for place in places])
+        here = client.locate(keys, timeout_s=0.0)
+        if all_near and all(here):
+            return runs_of(places, [(each.node_id,) for each in here if each], [False] * len(places))
+        if self._calls >= MAX_CALLS:
+            return None
+        self._calls += 1
+        call = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, client, keys)
+        call.add_done_callback(self._end)
+        done, _ = await asyncio.wait([call], timeout=self._timeout_s)
+        answer = call.result() if done else None
+        if answer is None:
+            return None
+        holders, below = answer
+        local = [() if each is None else (each.node_id,) for each in here]
+        named = [theirs or mine for theirs, mine in zip(holders, local, strict=True)]
+        return runs_of(places, named, below)
+
+    def _ask(self, client: "Client", keys: "KeyArray") -> tuple[list[tuple[NodeId, ...]], list[bool]] | None:
+        try:
+            deadline_s = time.monotonic() + self._timeout_s
+            found = client.router.locate(keys, deadline_s, group=client.namespace.group.digest)
+        except RayKVError:
+            return None
+        if not np.all(found.answered):
+            return None
+        return found.holders, found.below_memory.tolist()
+
+    def _end(self, call: "asyncio.Future[Any]") -> None:
+        self._calls -= 1
+        if not call.cancelled():
+            call.exception()  # read it; otherwise asyncio logs the exception of a call that nobody waits for

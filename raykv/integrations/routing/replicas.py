@@ -1,0 +1,145 @@
+"""What a router knows of one replica: its engine's cache, its queue, and its measured rates. No I/O."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from raykv.integrations.routing.report import EngineReport, ReplicaReport, path_name
+from raykv.types import NodeId
+
+DEFAULT_CACHE_TOKENS: Final = 65_536
+"""Assumed size of an engine's own cache before its first report."""
+MAX_CACHED_PREFIXES: Final = 32_768
+"""A router remembers at most this many prefixes of a replica's cache."""
+DEFAULT_SECONDS_PER_TOKEN: Final = 1e-4
+"""Assumed before any engine of the deployment has measured its steps."""
+NEAR_SECONDS_PER_BYTE: Final = 1 / 4e9
+FAR_SECONDS_PER_BYTE: Final = 1 / 1e9
+DISK_SECONDS_PER_BYTE: Final = 1 / 0.5e9
+"""Assumed for paths that the engine has not measured: the memory of its host, other hosts, and SSD or file."""
+
+
+@dataclass(slots=True)
+class Ongoing:
+    """A request that was sent to the replica and has not ended. `new`: the prefixes that the replica did not have."""
+
+    new: Sequence[bytes]
+    work_s: float
+
+
+class Replica:
+    """One replica, as one router sees it.
+
+    The engine's cache is not asked. The router remembers which prefixes it sent to the replica. It forgets a prefix
+    when the engine has filled its whole cache since. The engine reports how much it fills, so requests of other routers
+    count.
+
+    Attributes:
+        report: The replica's last report.
+        ongoing: The requests that this router has sent there and that have not ended.
+    """
+
+    def __init__(self) -> None:
+        self.report = ReplicaReport()
+        self.ongoing: dict[str, Ongoing] = {}
+        self._cached: OrderedDict[bytes, int] = OrderedDict()
+        self._filled, self._busy_until_s, self._queue_until_s = 0, 0.0, 0.0
+
+    @property
+    def engine(self) -> EngineReport | None:
+        return self.report.engine
+
+    def update(self, report: ReplicaReport, now_s: float) -> None:
+        """Use a new report. If the engine has other weights or was reset, its cache is empty."""
+        before, engine = self.engine, report.engine
+        if engine is None:
+            self.report = report
+            return
+        if before is not None and before.namespace != engine.namespace:
+            self._cached.clear()
+        if before is None:  # until now the count began at 0
+            shift = engine.filled_tokens - self._filled
+            self._cached = OrderedDict((key, at + shift) for key, at in self._cached.items())
+        self._filled = engine.filled_tokens if before is None else max(self._filled, engine.filled_tokens)
+        self._queue_until_s = now_s - report.age_s + engine.queued_tokens * engine.seconds_per_token
+        self.report = report
+
+    # -- the engine's cache -----------------------------------------------------------------------------------------
+
+    def cached(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading segments the engine has, or is computing."""
+        size = DEFAULT_CACHE_TOKENS if self.engine is None else self.engine.cache_tokens
+        if not size:
+            return 0
+        low, high = 0, len(keys)
+        while low < high:  # a prefix is there if a longer one is
+            middle = (low + high + 1) // 2
+            at = self._cached.get(keys[middle - 1])
+            if at is not None and self._filled - at <= size:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _add_prefixes(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):  # the engine evicts the end of a prefix before its beginning
+            self._cached[key] = self._filled
+            self._cached.move_to_end(key)
+        while len(self._cached) > MAX_CACHED_PREFIXES:
+            self._cached.popitem(last=False)
+
+    # -- the queue --------------------------------------------------------------------------------------------------
+
+    def begin(self, request_id: str, keys: Sequence[bytes], *, fills: int, work_s: float, now_s: float) -> None:
+        """A request is sent to the replica.
+
+        Args:
+            keys: The prefixes of its prompt.
+            fills: Number of tokens that it computes or loads.
+            work_s: Expected time for them.
+        """
+        new = keys[self.cached(keys) :]
+        self._filled += fills
+        self._add_prefixes(keys)
+        self._busy_until_s = max(self._busy_until_s, now_s) + work_s
+        self.ongoing[request_id] = Ongoing(new, work_s)
+
+    def end(self, request_id: str, now_s: float) -> None:
+        """A request has ended, or goes to another replica."""
+        if self.ongoing.pop(request_id, None) and not self.ongoing:
+            self._busy_until_s = min(self._busy_until_s, now_s)
+
+    def undo(self, request_id: str) -> None:
+        """A request was not sent to the replica after all."""
+        undone = self.ongoing.pop(request_id, None)
+        if undone is not None:
+            self._busy_until_s -= undone.work_s
+            for key in undone.new:
+                self._cached.pop(key, None)
+
+    def queue_s(self, now_s: float) -> float:
+        """Return the expected time until the replica has computed the requests before a new one."""
+        return max(self._busy_until_s - now_s, self._queue_until_s - now_s, 0.0)
+
+    # -- rates ------------------------------------------------------------------------------------------------------
+
+    @property
+    def seconds_per_token(self) -> float:
+        """The measured time of a token; 0 before the first measurement."""
+        return 0.0 if self.engine is None else self.engine.seconds_per_token
+
+    def is_near(self, holder: NodeId) -> bool:
+        return self.engine is not None and holder in self.engine.near
+
+    def seconds_per_byte(self, holders: Sequence[NodeId], *, below: bool) -> float:
+        """Return the time of the fastest path to one of the holders; measured if possible."""
+        measured = {} if self.engine is None else self.engine.seconds_per_byte
+        return min(
+            measured.get(path_name(holder, below=below)) or self._assumed(holder, below=below) for holder in holders
+        )
+
+    def _assumed(self, holder: NodeId, *, below: bool) -> float:
+        if below:
+            return DISK_SECONDS_PER_BYTE
+        return NEAR_SECONDS_PER_BYTE if self.is_near(holder) else FAR_SECONDS_PER_BYTE

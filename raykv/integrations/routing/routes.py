@@ -1,0 +1,225 @@
+"""The routes of one deployment: chooses a replica for each request, and remembers what the replicas compute. No I/O.
+
+A request that computes a new prefix reserves it: until the prefix is computed, the requests that follow with the same
+prefix go to the same replica, whose engine finds it in its own cache. If this replica's queue is too long, they wait in
+the router until raykv has the prefix, and load it elsewhere.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final, NamedTuple
+
+from raykv.integrations.routing.choice import Estimate, RouterOptions, after, estimate, with_prefix
+from raykv.integrations.routing.locations import Stored
+from raykv.integrations.routing.prompts import Prompt
+from raykv.integrations.routing.replicas import DEFAULT_SECONDS_PER_TOKEN, Replica
+from raykv.integrations.routing.report import ReplicaReport
+
+MAX_OPEN: Final = 16_384
+"""At most this many requests are followed to their end; the oldest are forgotten first."""
+MAX_RESERVED: Final = 65_536
+"""At most this many prefixes are reserved; the oldest are forgotten first."""
+POLL_S: Final = 0.02
+"""Between two looks for a prefix that should be stored by now."""
+LEAST_GAIN_S: Final = 0.01
+"""A request does not wait in the router for a smaller gain."""
+GRACE: Final = 0.25
+"""A prefix may be computed this part later than expected, and GRACE_S. Then its reservation ends."""
+GRACE_S: Final = 0.5
+
+
+class Choice(NamedTuple):
+    """The estimates of all replicas, best first, and why the first is best.
+
+    Attributes:
+        wait_s: Wait for this long and choose again, instead of sending the request now.
+    """
+
+    order: list[Estimate]
+    reason: str
+    wait_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Reservation:
+    """A prefix that a replica is computing."""
+
+    replica_id: str
+    request_id: str
+    ready_s: float
+    ends_s: float
+
+
+@dataclass(slots=True)
+class Open:
+    """A request that was sent to a replica and has not ended."""
+
+    prompt: Prompt
+    estimate: Estimate
+
+
+class Routes:
+    """Chooses among the replicas of one deployment. All times are seconds on one monotonic clock."""
+
+    def __init__(self, options: RouterOptions, rng: Random) -> None:
+        self._options, self._rng = options, rng
+        self.replicas: dict[str, Replica] = {}
+        self._open: OrderedDict[str, Open] = OrderedDict()
+        self._reserved: OrderedDict[bytes, Reservation] = OrderedDict()
+
+    # -- replicas ---------------------------------------------------------------------------------------------------
+
+    def update(self, reports: dict[str, ReplicaReport | None], now_s: float) -> None:
+        """Use the list of running replicas, with their reports. None: this replica has sent none, or a wrong one."""
+        for replica_id in set(self.replicas) - set(reports):
+            self.drop(replica_id)
+        for replica_id, report in reports.items():
+            replica = self.replicas.setdefault(replica_id, Replica())
+            if report is not None and report != replica.report:
+                replica.update(report, now_s)
+
+    def drop(self, replica_id: str) -> None:
+        """Forget a replica that has died."""
+        self.replicas.pop(replica_id, None)
+        for key in [key for key, each in self._reserved.items() if each.replica_id == replica_id]:
+            del self._reserved[key]
+
+    # -- choosing ---------------------------------------------------------------------------------------------------
+
+    def choose(
+        self, prompt: Prompt, stored: Stored | None, candidates: Sequence[str], *, wait_left_s: float, now_s: float
+    ) -> Choice:
+        """Choose among the candidates.
+
+        Args:
+            stored: The chunks of the prompt in raykv. None: raykv has not answered.
+            candidates: Ids of running replicas, at least one.
+            wait_left_s: The request may wait in the router for this long.
+        """
+        known = stored or Stored()
+        estimates = [self._estimate(each, prompt, known, now_s) for each in candidates]
+        order = sorted(estimates, key=lambda each: (each.cost_s, self._rng.random()))
+        reserved = self._longest_reserved(prompt, now_s)
+        if stored is None and not reserved and not any(each.cached_tokens for each in estimates):
+            return Choice(self._power_of_two(order), "power of two choices")
+        best = order[0]
+        if reserved is not None:
+            segments, reservation = reserved
+            wait_s = max(reservation.ready_s - now_s, POLL_S)
+            later = self._best_later(prompt, known, order, reserved, wait_s, now_s)
+            gains = later is not None and later.cost_s + LEAST_GAIN_S < best.cost_s
+            if gains and wait_s <= wait_left_s:
+                return Choice(order, "waits", wait_s)
+            if best.replica_id == reservation.replica_id and best.cached_tokens >= prompt.ends[segments - 1]:
+                return Choice(order, "computing")
+        return Choice(order, best.reason)
+
+    def begin(self, request_id: str, prompt: Prompt, chosen: Estimate, now_s: float) -> None:
+        """The request goes to the replica of `chosen`. Reserves the segments that nobody has."""
+        replica = self.replicas.get(chosen.replica_id)
+        self.end(request_id, now_s)
+        if replica is None:
+            return
+        fills = max(prompt.tokens - chosen.cached_tokens, 0)
+        work_s = chosen.load_s + chosen.compute_s
+        ready_s = now_s + chosen.queue_s + work_s
+        replica.begin(request_id, prompt.keys, fills=fills, work_s=work_s, now_s=now_s)
+        self._open[request_id] = Open(prompt, chosen)
+        reservation = Reservation(chosen.replica_id, request_id, ready_s, ready_s + GRACE * (ready_s - now_s) + GRACE_S)
+        known = prompt.tokens - chosen.compute_tokens
+        for key, end in zip(prompt.keys, prompt.ends, strict=True) if self._options.role != "decode" else ():
+            if end > known and not self._is_reserved(key, now_s):
+                self._reserved[key] = reservation
+                self._reserved.move_to_end(key)
+        while len(self._reserved) > MAX_RESERVED:
+            self._reserved.popitem(last=False)
+        while len(self._open) > MAX_OPEN:
+            self.end(next(iter(self._open)), now_s)
+
+    def move(self, request_id: str, replica_id: str, now_s: float) -> Estimate | None:
+        """Ray Serve has sent a request to another replica than the chosen one. Return its new estimate, if known."""
+        found = self._open.get(request_id)
+        if found is None or found.estimate.replica_id == replica_id:
+            return None
+        before = self.replicas.get(found.estimate.replica_id)
+        if before is not None:
+            before.undo(request_id)
+        self._release(found, request_id)
+        del self._open[request_id]
+        if replica_id not in self.replicas:
+            return None
+        moved = self._estimate(replica_id, found.prompt, Stored(), now_s)
+        self.begin(request_id, found.prompt, moved, now_s)
+        return moved
+
+    def end(self, request_id: str, now_s: float) -> None:
+        """A request has ended."""
+        found = self._open.pop(request_id, None)
+        if found is None:
+            return
+        replica = self.replicas.get(found.estimate.replica_id)
+        if replica is not None:
+            replica.end(request_id, now_s)
+        self._release(found, request_id)
+
+    def default_token_s(self) -> float:
+        """Return the mean time of a token of the engines that have measured it."""
+        measured = [each.seconds_per_token for each in self.replicas.values() if each.seconds_per_token]
+        return sum(measured) / len(measured) if measured else DEFAULT_SECONDS_PER_TOKEN
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _estimate(self, replica_id: str, prompt: Prompt, stored: Stored, now_s: float) -> Estimate:
+        replica = self.replicas.setdefault(replica_id, Replica())
+        default_s = replica.seconds_per_token or self.default_token_s()
+        return estimate(
+            replica_id, replica, prompt, stored, options=self._options, default_token_s=default_s, now_s=now_s
+        )
+
+    def _power_of_two(self, order: list[Estimate]) -> list[Estimate]:
+        """Draw two replicas, and put the one with less to do first."""
+        drawn = self._rng.sample(order, min(2, len(order)))
+        drawn.sort(key=lambda each: (each.queue_s + each.ongoing_s, self._rng.random()))
+        return [*drawn, *(each for each in order if each not in drawn)]
+
+    def _longest_reserved(self, prompt: Prompt, now_s: float) -> tuple[int, Reservation] | None:
+        """Return the longest prefix that is being computed, as a number of segments."""
+        for segments in range(len(prompt.keys), 0, -1):
+            if self._is_reserved(prompt.keys[segments - 1], now_s):
+                return segments, self._reserved[prompt.keys[segments - 1]]
+        return None
+
+    def _is_reserved(self, key: bytes, now_s: float) -> bool:
+        found = self._reserved.get(key)
+        return found is not None and now_s < found.ends_s and found.replica_id in self.replicas
+
+    def _best_later(
+        self,
+        prompt: Prompt,
+        stored: Stored,
+        order: list[Estimate],
+        reserved: tuple[int, Reservation],
+        wait_s: float,
+        now_s: float,
+    ) -> Estimate | None:
+        """Return the best estimate of the request after the reserved prefix is in raykv. None: it is there already."""
+        segments, reservation = reserved
+        engine = self.replicas[reservation.replica_id].engine
+        if engine is None or not engine.near:
+            return None
+        chunks = prompt.ends[segments - 1] // engine.chunk_tokens
+        if chunks <= stored.chunks:
+            return None
+        later = with_prefix(stored, chunks, engine.near[:1], engine.namespace.digest)
+        return min(
+            (after(self._estimate(each.replica_id, prompt, later, now_s), wait_s) for each in order),
+            key=lambda each: each.cost_s,
+        )
+
+    def _release(self, found: Open, request_id: str) -> None:
+        for key in found.prompt.keys:
+            reservation = self._reserved.get(key)
+            if reservation is not None and reservation.request_id == request_id:
+                del self._reserved[key]

@@ -1,0 +1,463 @@
+"""The router's decisions, without Ray and without engines: costs, bursts, bounds, dead replicas, silent nodes."""
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+
+import raykv
+from raykv.errors import ConfigError
+from raykv.integrations.routing import reader as reader_module
+from raykv.integrations.routing import replicas, routes
+from raykv.integrations.routing.choice import RouterOptions
+from raykv.integrations.routing.locations import MAX_PROBES, ChunkFinder, Run, Stored, probes, runs_of
+from raykv.integrations.routing.prompts import Naming, PrefixEnd, Prefixes, Prompt
+from raykv.integrations.routing.reader import Reader
+from raykv.integrations.routing.replicas import Replica
+from raykv.integrations.routing.report import EngineReport, ReplicaReport, path_name
+from raykv.integrations.routing.routes import Choice, Routes
+from raykv.integrations.routing.segments import SEGMENT_CHARS, Cutter, cut_tokens, prefix_keys
+from raykv.integrations.routing.trail import MAX_TRAIL, Routed, Trail, find
+
+CHUNK_TOKENS = 64
+CHUNK_NBYTES = 1 << 20
+TOKEN_S = 0.001
+NAMESPACE = raykv.Namespace(model="m", chunk_tokens=CHUNK_TOKENS)
+NAMING = Naming(lambda value: sha256(repr(value).encode()).digest(), b"seed", 16, CHUNK_TOKENS)
+START = PrefixEnd()
+NOTHING = Stored()
+
+
+def report(node: str, **fields: Any) -> ReplicaReport:
+    engine = {
+        "namespace": NAMESPACE,
+        "hash_tokens": 16,
+        "chunk_nbytes": CHUNK_NBYTES,
+        "near": (node,),
+        "cache_tokens": 100_000,
+        "seconds_per_token": TOKEN_S,
+        **fields,
+    }
+    return ReplicaReport(engine=EngineReport(**engine))
+
+
+class Deployment:
+    """Replicas "a", "b", ... on nodes "na", "nb", ... and a clock that the test sets."""
+
+    def __init__(self, count: int = 2, *, options: dict[str, Any] | None = None, **fields: Any) -> None:
+        self.names = "abcdefgh"[:count]
+        self.routes = Routes(RouterOptions(**(options or {})), Random(1))
+        self.routes.update({name: report(f"n{name}", **fields) for name in self.names}, 0.0)
+        self.now_s, self.requests = 0.0, 0
+
+    def choose(self, prompt: Prompt, stored: Stored | None = NOTHING, *, wait_left_s: float = 2.0) -> Choice:
+        return self.routes.choose(prompt, stored, self.names, wait_left_s=wait_left_s, now_s=self.now_s)
+
+    def send(self, prompt: Prompt, stored: Stored | None = NOTHING, *, wait_left_s: float = 2.0) -> Choice:
+        choice = self.choose(prompt, stored, wait_left_s=wait_left_s)
+        self.requests += 1
+        if not choice.wait_s:
+            self.routes.begin(f"r{self.requests}", prompt, choice.order[0], self.now_s)
+        return choice
+
+
+def prompt(*segments: str, tokens: int = 1000) -> Prompt:
+    """A prompt of segments with `tokens` tokens each. Equal beginnings make equal keys."""
+    return Prompt(prefix_keys(b"", segments), [tokens * (place + 1) for place in range(len(segments))])
+
+
+def stored(tokens: int, *holders: str, below: bool = False) -> Stored:
+    return Stored((Run(tokens // CHUNK_TOKENS, holders, below),), NAMESPACE.digest)
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_goes_where_its_kv_is_in_memory():
+    for holder, wanted in (("na", "a"), ("nb", "b")):
+        choice = Deployment().choose(prompt("s" * 9, tokens=6400), stored(6400, holder))
+        assert (choice.order[0].replica_id, choice.reason) == (wanted, "stored")
+        assert choice.order[0].compute_tokens == 1
+        assert choice.order[0].load_nbytes == 100 * CHUNK_NBYTES
+
+
+def test_the_measured_rate_of_a_path_counts():
+    slow_near = {"na": 1.0 / 1e7, "nb": 1.0 / 1e9}  # 10 MB/s to its own node, 1 GB/s to the other
+    routes = Routes(RouterOptions(), Random(1))
+    routes.update({"a": report("na", seconds_per_byte=slow_near), "b": report("nb")}, 0.0)
+    choice = routes.choose(prompt("s", tokens=6400), stored(6400, "na"), ["a", "b"], wait_left_s=0, now_s=0.0)
+    assert choice.order[0].replica_id == "b"
+    assert choice.order[0].load_s == pytest.approx(100 * CHUNK_NBYTES / 1e9)
+
+
+def test_an_engine_computes_what_would_load_more_slowly():
+    rate = {path_name("na", below=True): 1.0 / 1e6}
+    routes = Routes(RouterOptions(), Random(1))
+    routes.update({"a": report("na", seconds_per_byte=rate)}, 0.0)
+    (only,) = routes.choose(
+        prompt("s", tokens=640), stored(640, "na", below=True), ["a"], wait_left_s=0, now_s=0.0
+    ).order
+    assert (only.load_nbytes, only.compute_tokens) == (0, 640)
+
+
+def test_a_long_queue_sends_a_request_to_another_replica():
+    deployment = Deployment()
+    first = deployment.send(prompt("own", tokens=1000)).order[0].replica_id
+    queued = deployment.choose(prompt("own", "next", tokens=1000))
+    assert queued.order[0].replica_id == first, "one second of queue is less than computing the first segment again"
+    busy = deployment.routes.replicas[first]
+    busy.begin("more", [b"x"], fills=60_000, work_s=60.0, now_s=0.0)
+    assert deployment.choose(prompt("own", "next", tokens=1000), wait_left_s=0.0).order[0].replica_id != first
+
+
+def test_the_queue_that_an_engine_reports_counts_and_gets_shorter():
+    routes = Routes(RouterOptions(), Random(1))
+    routes.update({"a": report("na", queued_tokens=5000), "b": report("nb")}, 10.0)
+    assert routes.replicas["a"].queue_s(10.0) == pytest.approx(5.0)
+    assert routes.replicas["a"].queue_s(13.0) == pytest.approx(2.0)
+    assert routes.choose(prompt("s"), Stored(), ["a", "b"], wait_left_s=0, now_s=10.0).order[0].replica_id == "b"
+
+
+def test_other_weights_share_nothing():
+    routes = Routes(RouterOptions(), Random(1))
+    other = NAMESPACE.with_fields(revision="2")
+    routes.update({"a": report("na", namespace=other), "b": report("nb")}, 0.0)
+    choice = routes.choose(prompt("s", tokens=6400), stored(6400, "na"), ["a", "b"], wait_left_s=0, now_s=0.0)
+    assert choice.order[0].replica_id == "b", "b loads it from the other host; a has other weights"
+
+
+def test_a_decode_engine_loads_what_prefill_computes():
+    deployment = Deployment(options={"role": "decode"})
+    first = deployment.send(prompt("turn one"))
+    assert first.order[0].compute_tokens == 1
+    assert first.order[0].load_nbytes == 1000 * CHUNK_NBYTES // CHUNK_TOKENS
+    deployment.routes.end("r1", 1.0)
+    second = deployment.choose(prompt("turn one", "turn two"))
+    assert second.order[0].replica_id == first.order[0].replica_id
+    assert second.order[0].cached_tokens == 1000
+
+
+# -- the engine's cache -----------------------------------------------------------------------------------------------
+
+
+def test_turns_of_a_conversation_stay_on_one_replica():
+    deployment, rng = Deployment(4), Random(3)
+    home: dict[int, str] = {}
+    turns: Counter[int] = Counter()
+    for _ in range(200):
+        session = rng.randrange(20)
+        turns[session] += 1
+        words = [f"{session}:{turn}" for turn in range(turns[session])]
+        chosen = deployment.send(prompt(*words, tokens=50)).order[0]
+        assert chosen.replica_id == home.setdefault(session, chosen.replica_id)
+        deployment.now_s += 1.0
+        deployment.routes.end(f"r{deployment.requests}", deployment.now_s)
+    assert len(set(home.values())) == 4
+
+
+def test_a_prefix_is_forgotten_when_the_engine_has_filled_its_cache():
+    replica, keys = Replica(), prefix_keys(b"", ["one", "two"])
+    replica.update(report("na", filled_tokens=500), 0.0)
+    replica.begin("r", keys, fills=2000, work_s=1.0, now_s=0.0)
+    assert replica.cached(keys) == 2
+    replica.update(report("na", filled_tokens=100_000), 1.0)
+    assert replica.cached(keys) == 2
+    replica.update(report("na", filled_tokens=102_501), 1.0)
+    assert replica.cached(keys) == 0
+
+
+def test_a_reset_engine_has_nothing():
+    replica, keys = Replica(), prefix_keys(b"", ["one"])
+    replica.update(report("na"), 0.0)
+    replica.begin("r", keys, fills=100, work_s=1.0, now_s=0.0)
+    replica.update(report("na", namespace=NAMESPACE.with_fields(revision="private:1")), 1.0)
+    assert replica.cached(keys) == 0
+
+
+# -- bursts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_burst_computes_its_prefix_once(answers: bool):
+    deployment, answer = Deployment(4), NOTHING if answers else None
+    questions = [Prompt(prefix_keys(b"", ["prefix", str(n)]), [2000, 2020]) for n in range(16)]
+    chosen = [deployment.send(question, answer) for question in questions]
+    assert len({each.order[0].replica_id for each in chosen}) == 1
+    computed = sum(each.order[0].compute_tokens for each in chosen)
+    assert computed == 2020 + 15 * 20
+    assert {each.reason for each in chosen[1:]} == {"computing"}
+
+
+def test_followers_wait_for_the_commit_when_the_queue_would_cost_more():
+    deployment = Deployment()
+    first = deployment.send(prompt("prefix", tokens=1000)).order[0]
+    home = deployment.routes.replicas[first.replica_id]
+    home.begin("other work", [b"x"], fills=20_000, work_s=20.0, now_s=0.0)
+    follower = prompt("prefix", "question", tokens=1000)
+    waiting = deployment.choose(follower)
+    assert waiting.reason == "waits"
+    assert waiting.wait_s == pytest.approx(1.0)
+    assert not deployment.choose(follower, wait_left_s=0.5).wait_s, "it may not wait for so long"
+    deployment.now_s = 1.05
+    late = deployment.choose(follower)
+    assert late.wait_s == pytest.approx(routes.POLL_S), "the prefix should be stored by now"
+    there = deployment.choose(follower, stored(960, f"n{first.replica_id}"))
+    assert not there.wait_s
+    assert there.order[0].replica_id != first.replica_id
+    assert there.order[0].load_nbytes == 15 * CHUNK_NBYTES
+    deployment.now_s = 3.0
+    assert not deployment.choose(follower).wait_s, "the reservation has ended"
+
+
+def test_engines_without_a_cache_of_their_own_wait_for_the_commit():
+    deployment = Deployment(cache_tokens=0)
+    deployment.send(prompt("prefix", tokens=1000))
+    assert deployment.choose(prompt("prefix", "question", tokens=1000)).wait_s == pytest.approx(1.0)
+
+
+def test_a_request_that_ends_early_ends_its_reservation():
+    deployment = Deployment(cache_tokens=0)
+    deployment.send(prompt("prefix", tokens=1000))
+    deployment.routes.end("r1", 0.1)
+    assert not deployment.choose(prompt("prefix", "question", tokens=1000)).wait_s
+
+
+# -- when something is away -------------------------------------------------------------------------------------------
+
+
+def test_without_raykv_new_prompts_are_spread_and_known_ones_return():
+    deployment = Deployment(4)
+    chosen = {}
+    for n in range(40):
+        choice = deployment.send(prompt(f"prompt {n}", tokens=10), None)
+        assert choice.reason == "power of two choices"
+        assert sorted(each.replica_id for each in choice.order) == list("abcd")
+        chosen[n] = choice.order[0].replica_id
+        deployment.now_s += 0.1
+        deployment.routes.end(f"r{n + 1}", deployment.now_s)
+    assert set(chosen.values()) == set("abcd")
+    for n, replica in chosen.items():
+        again = deployment.choose(prompt(f"prompt {n}", "more", tokens=10), None)
+        assert (again.order[0].replica_id, again.reason) == (replica, "cached")
+
+
+def test_a_replica_without_a_report_is_used():
+    routes = Routes(RouterOptions(), Random(1))
+    routes.update({"a": None, "b": None}, 0.0)
+    choice = routes.choose(prompt("s"), Stored(), ["a", "b"], wait_left_s=2.0, now_s=0.0)
+    assert len(choice.order) == 2
+
+
+def test_a_dead_replica_takes_its_reservations_with_it():
+    deployment = Deployment(cache_tokens=0)
+    first = deployment.send(prompt("prefix", tokens=1000)).order[0].replica_id
+    deployment.routes.drop(first)
+    deployment.names = deployment.names.replace(first, "")
+    choice = deployment.send(prompt("prefix", "question", tokens=1000))
+    assert not choice.wait_s
+    assert choice.order[0].replica_id != first
+    deployment.routes.end("r1", 1.0)  # the end of the dead replica's request
+
+
+def test_a_request_that_ray_sends_elsewhere_moves():
+    deployment = Deployment()
+    text = prompt("prefix", "question")
+    first = deployment.send(text).order[0].replica_id
+    other = "b" if first == "a" else "a"
+    assert deployment.routes.move("r1", first, 0.0) is None
+    moved = deployment.routes.move("r1", other, 0.0)
+    assert moved is not None
+    assert moved.replica_id == other
+    assert deployment.routes.replicas[first].cached(text.keys) == 0
+    assert deployment.routes.replicas[first].queue_s(0.0) == 0.0
+    assert deployment.choose(text, wait_left_s=0.0).order[0].replica_id == other
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(routes, "MAX_OPEN", 10)
+    monkeypatch.setattr(routes, "MAX_RESERVED", 30)
+    monkeypatch.setattr(replicas, "MAX_CACHED_PREFIXES", 20)
+    deployment = Deployment()
+    for n in range(200):
+        deployment.send(prompt(*(f"{n} {part}" for part in range(5))), wait_left_s=0.0)
+    assert len(deployment.routes._open) == 10
+    assert len(deployment.routes._reserved) <= 30
+    for replica in deployment.routes.replicas.values():
+        assert len(replica._cached) <= 20
+        assert len(replica.ongoing) <= 10
+    prefixes = Prefixes(max_prefixes=50, max_names=40)
+    for n in range(100):
+        read = prefixes.read(b"", [f"{n} {part}" for part in range(4)])
+        prefixes.add(read, [range(n, n + 80)] * 4, NAMING, START)
+    assert len(prefixes) <= 50
+    assert prefixes._names <= 40
+    trail = Trail()
+    for n in range(MAX_TRAIL + 10):
+        trail.add(Routed(f"request {n}", "d", "a", "queue"))
+    assert len(list(trail)) == MAX_TRAIL
+
+
+def test_wrong_options_are_refused_by_name():
+    with pytest.raises(ConfigError, match="work_wait"):
+        RouterOptions.load({"work_wait": 1})
+    with pytest.raises(ConfigError, match="role"):
+        RouterOptions.load({"role": "encode"})
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def random_text(rng: Random, length: int) -> str:
+    pieces = ["word ", "a b", "\n\n", "<end>", "<start>user\n", "1234", "  ", "Ü", "你好", ". "]
+    return "".join(rng.choice(pieces) for _ in range(length))
+
+
+def test_texts_with_the_same_beginning_have_the_same_segments_there():
+    cutter = Cutter(["<end>", "<start>"])
+    for seed in range(50):
+        rng = Random(seed)
+        head = random_text(rng, rng.randrange(4000))
+        one, two = (cutter.cut(head + random_text(rng, rng.randrange(3000))) for _ in range(2))
+        assert "".join(one).startswith(head), seed
+        covered = shared = 0
+        for first, second in zip(one, two, strict=False):
+            if first != second:
+                break
+            covered, shared = covered + len(first), shared + 1
+        # What is not shared is less than one segment and the gap until the next place to cut.
+        rest = head[covered:]
+        assert len(cutter.cut(rest)) <= 2, (seed, shared, len(rest))
+
+
+def test_a_text_that_cannot_be_cut_is_one_segment():
+    text = "x" * 10 * SEGMENT_CHARS
+    assert Cutter([]).cut(text) == [text]
+    assert Cutter(["<end>"], cuts=False).cut("one<end>two three") == ["one<end>two three"]
+    assert Cutter(["<end>"]).cut("one<end>two") == ["one", "<end>two"]
+    assert Cutter([]).cut("") == []
+    assert [len(part) for part in cut_tokens(range(1200))] == [512, 512, 176]
+
+
+def test_names_follow_the_tokens_however_they_are_cut():
+    tokens = list(range(1000))
+    whole = Prefixes()
+    expected = whole.read(b"", ["all"])
+    whole.add(expected, [tokens], NAMING, START)
+    assert len(expected.names) == 1000 // CHUNK_TOKENS
+    for seed in range(20):
+        rng = Random(seed)
+        cuts = sorted(rng.sample(range(1, 1000), 6))
+        parts = [tokens[start:stop] for start, stop in zip([0, *cuts], [*cuts, 1000], strict=True)]
+        prefixes = Prefixes()
+        read = prefixes.read(b"", [*map(str, cuts), "end"])
+        known = rng.randrange(7)
+        prefixes.add(read, parts[:known], NAMING, START)
+        again = prefixes.read(b"", [*map(str, cuts), "end"])
+        assert again.known == known
+        prefixes.add(again, parts[known:], NAMING, START)
+        assert again.names == expected.names, seed
+        assert again.ends == [*cuts, 1000]
+
+
+class SlowTokenizer:
+    """One token for each character. Waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.go, self.texts = threading.Event(), list[str]()
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        assert self.go.wait(20)
+        self.texts += texts
+        return [list(map(ord, text)) for text in texts]
+
+
+def test_tokens_that_are_late_are_there_for_the_next_request():
+    tokenizer = SlowTokenizer()
+    segments = ["a" * 2000, "b" * 2000]
+
+    async def run() -> None:
+        reader = Reader(tokenizer, timeout_s=0.01)
+        burst = [await reader.read(b"", [*segments, f"question {n}"], NAMING, START) for n in range(3)]
+        assert all(not each.names and each.known == 0 for each in burst)
+        assert burst[0].ends == [500, 1000, 1002]  # four characters a token
+        assert burst[0].keys[:2] == burst[1].keys[:2]
+        tokenizer.go.set()
+        for _ in range(1000):
+            known = await reader.read(b"", segments, NAMING, START)
+            if known.known:
+                break
+            await asyncio.sleep(0.01)
+        assert known.ends == [2000, 4000]
+        assert len(known.names) == 4000 // CHUNK_TOKENS
+        reader.close()
+
+    asyncio.run(run())
+    assert Counter(tokenizer.texts)[segments[0]] == 1, "the prompts of a burst share the tokens of their prefix"
+
+
+def test_more_prompts_than_the_thread_can_read_are_not_queued(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader_module, "MAX_JOBS", 2)
+    tokenizer = SlowTokenizer()
+
+    async def run() -> None:
+        reader = Reader(tokenizer, timeout_s=0.005)
+        for n in range(5):
+            await reader.read(b"", [f"{n}" * 3000], NAMING, START)
+        assert reader._jobs == 2
+        tokenizer.go.set()
+        reader.close()
+
+    asyncio.run(run())
+
+
+# -- raykv ------------------------------------------------------------------------------------------------------------
+
+
+def test_long_prompts_are_probed_at_equal_distances():
+    assert probes(5) == [0, 1, 2, 3, 4]
+    asked = probes(10_000)
+    assert len(asked) == MAX_PROBES
+    assert asked[-1] == 9999
+    assert max(b - a for a, b in pairwise(asked)) <= 157
+    assert probes(0) == []
+    assert runs_of([0, 1, 2, 3], [("x",), ("x",), ("y", "x"), ()], [False] * 4) == (Run(2, ("x",)), Run(3, ("y", "x")))
+    assert runs_of([0, 1], [("x",), ("x",)], [True, False]) == (Run(1, ("x",), True), Run(2, ("x",)))
+
+
+def test_the_owners_name_the_holders():
+    names = [b"%d" % n for n in range(6)]
+    with raykv.embedded(2, separate_hosts=True, arena_nbytes="4 MiB", extent_nbytes="1 MiB") as cluster:
+        here, there = (cluster.client(NAMESPACE, node=node) for node in (0, 1))
+        there.put(names[:4], [b"x" * 100] * 4)
+        here.put(names[:2], [b"x" * 100] * 2)
+        cluster.settle()
+        mine, theirs = here.router.local_id, there.router.local_id
+
+        async def run() -> None:
+            finder = ChunkFinder(5.0)
+            found = await finder.find(here, names, all_near=False)
+            assert found is not None
+            assert [(run.stop, set(run.holders)) for run in found] == [(2, {mine, theirs}), (4, {theirs})]
+            assert await finder.find(here, names[:2], all_near=True) == (Run(2, (mine,)),), "no call is needed"
+            assert await finder.find(here, [b"unknown"], all_near=False) == ()
+            finder.close()
+            hurried = ChunkFinder(1e-9)
+            assert await hurried.find(here, names, all_near=False) is None
+            hurried.close()
+
+        asyncio.run(run())
+
+
+def test_the_trail_of_a_request_can_be_found():
+    trail, other = Trail(), Trail()
+    trail.add(Routed("x-1", "prefill", "a", "stored", load_nbytes=10, compute_tokens=3, queue_s=0.5, at_s=2.0))
+    other.add(Routed("x-1", "decode", "b", "cached", at_s=1.0))
+    assert [each.deployment for each in find("x-1")] == ["decode", "prefill"]
+    assert str(find("x-1")[1]) == "routed x-1 to a because stored (compute 3 tokens, load 10 bytes, queue 0.500 s)"
+    assert find("unknown") == []
