@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.engines.vllm.kv_transfer.base import BaseConnectorBackend, DefaultPDProtocolMixin
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
-from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
 from raykv.cluster import find_address
 from raykv.errors import PeerUnavailable
+from raykv.integrations.serve.reporting import ReportingEngine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,7 +56,7 @@ class LocalModel(CallbackBase):
         self.ctx.run_init_node = False
 
 
-class OneProcessEngine(VLLMEngine):
+class OneProcessEngine(ReportingEngine):
     """An engine on CPU whose only worker runs in the engine's own process.
 
     By default Ray Serve uses vLLM's multi-process executor on CPU. That executor needs one more process, and its

@@ -41,6 +41,7 @@ from raykv.integrations.vllm.metadata import Rank, StepOrders, WorkerNamespaces,
 from raykv.integrations.vllm.namespace import attention_of, namespace_of
 from raykv.integrations.vllm.rank_store import RankCache
 from raykv.integrations.vllm.removals import Removals
+from raykv.integrations.vllm.reports import Reporter, cache_tokens
 from raykv.integrations.vllm.scheduler import SchedulerSide
 from raykv.integrations.vllm.stats import RayKVPromMetrics, RayKVStats
 from raykv.integrations.vllm.tensor_ranks import tensor_ranks
@@ -104,6 +105,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
     scheduler_side: SchedulerSide
     worker_side: WorkerSide
     _worker_namespaces: WorkerNamespaces | None = None
+    _reporter: Reporter | None = None
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         """Check that this engine is supported.
@@ -146,6 +148,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
             namespaces=namespaces,
             chunk_nbytes=workers[0].chunk_nbytes,
         )
+        room = cache_tokens(self._vllm_config, self._kv_cache_config, self._groups)
+        self._reporter = Reporter(self._groups, namespaces, workers[0].chunk_nbytes, cache_tokens=room)
         if publishes_events(self._vllm_config):
             removals = Removals(self.scheduler_side.clients)
             events = StoredEvents(self._kv_cache_config, self._groups, removals, ranks=len(namespaces))
@@ -169,6 +173,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        if self._reporter is not None:
+            self._reporter.add_tokens(num_external_tokens)
         self._run("order_load", None, self.scheduler_side.order_load, request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -176,6 +182,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         return self._run("hit_sources", unknown, self.scheduler_side.sources, request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        if self._reporter is not None:
+            self._reporter.add_tokens(scheduler_output.total_num_scheduled_tokens)
         return self._run("orders", StepOrders(), self.scheduler_side.orders, scheduler_output)
 
     def request_finished_all_groups(
@@ -327,6 +335,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
     def get_kv_connector_stats(self) -> RayKVStats | None:
         if self._worker_namespaces is not None and self.worker_side.saving:
             self._log_rarely("save", self._run("count_saves", "", self.worker_side.count_saves))
+        if self._reporter is not None:
+            self._reporter.add_to(self._stats, self.scheduler_side)
         return self._stats.pop()
 
     @classmethod

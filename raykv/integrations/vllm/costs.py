@@ -106,6 +106,11 @@ class Costs:
         path = self._paths.setdefault(holder, Path())
         return not path.waiting_nbytes and now_s >= path.free_at_s + PROBE_S
 
+    def seconds_per_byte(self) -> dict[NodeId, float]:
+        """Return the measured time of a byte for each path that was used, the last used path last."""
+        used = sorted((path for path in self._paths.items() if path[1].nbytes), key=lambda each: each[1].free_at_s)
+        return {name: path.busy_s / path.nbytes for name, path in used}
+
     @property
     def loads_in_flight(self) -> int:
         return len(self._loads)

@@ -176,9 +176,10 @@ class Scopes:
 
     def of(self, request: "Request") -> Scope:
         adapter = request.lora_request
-        return Scope(lora="" if adapter is None else self._adapter(adapter), salt=request.cache_salt or "")
+        return Scope(lora="" if adapter is None else self.adapter(adapter), salt=request.cache_salt or "")
 
-    def _adapter(self, adapter: Any) -> str:
+    def adapter(self, adapter: Any) -> str:
+        """Return the text of a LoRA adapter in `Scope.lora`."""
         name, place = adapter.lora_name, adapter.lora_path
         seen, scope = self._known.get((name, place), (None, ""))
         private = f"{name}:{secrets.token_hex(16)}"

@@ -51,6 +51,7 @@ class SchedulerSide:
     Attributes:
         requests: Every request between `add` and `finish`, by its id.
         clients: Returns the clients of a scope: one for each set of ranks that store the same bytes.
+        costs: The measured times of loads and computations.
         events: The KV events of the saves. None: the engine publishes no KV events.
     """
 
@@ -71,6 +72,7 @@ class SchedulerSide:
         self._lookups = Lookups(config, groups, connection, namespaces)
         self.clients = self._lookups.clients
         self._decision = LoadDecision(config.load_policy, groups, chunk_nbytes)
+        self.costs = self._decision.costs
         self._scopes = Scopes()
         self._has_old_blocks = False
         self._pool: BlockPool | None = None

@@ -1,6 +1,7 @@
 """The connector's metrics, which workers and scheduler send to vLLM's loggers.
 
-Every metric is a counter, so values can be summed over ranks, steps and log intervals.
+Every metric is a counter, so values can be summed over ranks, steps and log intervals. The engine's report for routers
+travels with them, because vLLM passes them to the process of the Ray Serve replica.
 """
 
 from typing import Any
@@ -23,10 +24,21 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Maps the name of each metric to its meaning and its labels."""
 
 SEPARATOR = "|"
+REPORT = "report"
+"""Key of the engine's report for routers, which is a text and no counter."""
 
 
 class RayKVStats(KVConnectorStats):
     """Counters since the last `pop`. `data` maps a metric and its labels, joined by SEPARATOR, to a value."""
+
+    @property
+    def report(self) -> str:
+        """The engine's report for routers as JSON; empty if there is none."""
+        return str(self.data.get(REPORT, ""))
+
+    @report.setter
+    def report(self, report: str) -> None:
+        self.data[REPORT] = report
 
     def count(self, metric: str, amount: float = 1, *labels: str) -> None:
         """Add to a counter of `METRICS`."""
@@ -40,18 +52,21 @@ class RayKVStats(KVConnectorStats):
         return None if popped.is_empty() else popped
 
     def reset(self) -> None:
-        self.data: dict[str, float] = {}
+        self.data: dict[str, Any] = {}
 
     def is_empty(self) -> bool:
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for key, amount in other.data.items():
-            self.count(key, amount)
+            if key == REPORT:
+                self.report = amount
+            else:
+                self.count(key, amount)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {key: round(amount, 4) for key, amount in sorted(self.data.items())}
+        return {key: round(amount, 4) for key, amount in sorted(self.data.items()) if key != REPORT}
 
 
 class RayKVPromMetrics(KVConnectorPromMetrics):
@@ -68,5 +83,7 @@ class RayKVPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, amount in transfer_stats_data.items():
+            if key == REPORT:
+                continue
             metric, *labels = key.split(SEPARATOR)
             self._counters[metric].labels(*self.per_engine_labelvalues[engine_idx], *labels).inc(amount)

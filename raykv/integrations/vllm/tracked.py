@@ -109,8 +109,8 @@ class TrackedRequests(dict[str, Tracked]):
             return tracked
         return self.add(request, tracked.scope, tracked.hints)
 
-    def tokens_before(self, tracked: Tracked) -> int:
-        """Return how many tokens the engine has to compute for the requests before this one."""
+    def tokens_before(self, tracked: Tracked | None) -> int:
+        """Return how many tokens the engine has to compute for the requests before this one. None: for all requests."""
         queued = 0
         for other in self.values():
             if other is tracked:
