@@ -20,28 +20,35 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "RAYLLM_VLLM_ENGINE_CLS": "raykv.integrations.serve.backend.OneProcessEngine",
 }
+REPORTS = {"RAYLLM_VLLM_ENGINE_CLS": "raykv.integrations.serve.reporting.ReportingEngine"}
+"""The engine that reports to routers. `OneProcessEngine` reports too."""
+INGRESS = {
+    "ingress_cls_config": {"ingress_cls": "raykv.integrations.serve.ingress:ResumingIngress"},
+    "ingress_deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}},
+}
+STATS_PERIOD_S = 2
+"""How often Ray Serve asks the workers for their reports."""
 HEALTH_CHECK_PERIOD_S = 2
 HEALTH_CHECK_TIMEOUT_S = 60
 """The timeout is long, because a worker answers late while it computes a long prompt on a busy CPU."""
 
 
-class PDArgs(Model):
-    """The arguments of the Ray Serve app (`args` in pd.yaml).
+class EngineArgs(Model):
+    """What all workers of an app share.
 
     Attributes:
         model: Path of the model's folder, which is the same on every Ray node; or the model's name on the hub.
         model_id: Name of the model for clients. None: the last part of `model`.
         device: Device of the engines.
         dtype: Type of weights and KV: "auto", "bfloat16", "float16", "float32".
-        prefill_replicas, decode_replicas: Number of workers of each kind.
-        prefill_resources, decode_resources: Custom Ray resources that each worker needs. They decide on which Ray nodes
-            it may run.
         max_model_len: Maximum number of tokens in a prompt and its answer together.
         block_tokens: Number of tokens in an engine's block, and in a chunk of the pool.
         kv_cache_nbytes: Memory for the KV of running requests, in each engine. None: vLLM decides.
         engine_prefix_caching: Whether each engine uses its own prefix cache in addition to the pool.
         pool: Name of the raykv cluster.
         pool_nbytes: Start the raykv cluster with this much memory on each Ray node. None: it runs already (`raykv up`).
+        router: Send each request to the worker that can answer it first: fields of
+            `raykv.integrations.routing.choice.RouterOptions`. None: to any worker, by power of two choices.
         engine: Further arguments of vLLM, such as tensor_parallel_size.
     """
 
@@ -49,17 +56,29 @@ class PDArgs(Model):
     model_id: str | None = None
     device: Literal["cpu", "gpu"] = "gpu"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    prefill_replicas: Annotated[int, Field(ge=1)] = 1
-    decode_replicas: Annotated[int, Field(ge=1)] = 1
-    prefill_resources: dict[str, float] = Field(default_factory=dict)
-    decode_resources: dict[str, float] = Field(default_factory=dict)
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     block_tokens: Annotated[int, Field(ge=16)] = 64
     kv_cache_nbytes: Nbytes | None = None
     engine_prefix_caching: bool = True
     pool: Name = "default"
     pool_nbytes: Nbytes | None = None
+    router: dict[str, Any] | None = None
     engine: dict[str, Any] = Field(default_factory=dict)
+
+
+class PDArgs(EngineArgs):
+    """The arguments of the Ray Serve app (`args` in pd.yaml).
+
+    Attributes:
+        prefill_replicas, decode_replicas: Number of workers of each kind.
+        prefill_resources, decode_resources: Custom Ray resources that each worker needs. They decide on which Ray nodes
+            it may run.
+    """
+
+    prefill_replicas: Annotated[int, Field(ge=1)] = 1
+    decode_replicas: Annotated[int, Field(ge=1)] = 1
+    prefill_resources: dict[str, float] = Field(default_factory=dict)
+    decode_resources: dict[str, float] = Field(default_factory=dict)
 
 
 def build(args: PDArgs) -> Application:
@@ -70,27 +89,32 @@ def build(args: PDArgs) -> Application:
     """
     from ray.serve.llm import build_pd_openai_app  # imports vLLM, which takes seconds
 
+    prepare(args)
+    return build_pd_openai_app(
+        {
+            "prefill_config": llm_config(args, args.prefill_replicas, args.prefill_resources, role="prefill"),
+            "decode_config": llm_config(args, args.decode_replicas, args.decode_resources, role="decode"),
+            **INGRESS,
+        }
+    )
+
+
+def prepare(args: EngineArgs) -> None:
+    """Start the raykv cluster if the app has one of its own, and register raykv with Ray Serve."""
     from raykv import cluster
     from raykv.integrations.serve import backend
 
     if args.pool_nbytes is not None:
         cluster.start(name=args.pool, storage={"arena_nbytes": args.pool_nbytes})
     backend.register()
-    return build_pd_openai_app(
-        {
-            "prefill_config": llm_config(args, args.prefill_replicas, args.prefill_resources),
-            "decode_config": llm_config(args, args.decode_replicas, args.decode_resources),
-            "ingress_cls_config": {"ingress_cls": "raykv.integrations.serve.ingress:ResumingIngress"},
-            "ingress_deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}},
-        }
-    )
 
 
-def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict[str, Any]:
-    """Return the fields of Ray Serve's LLMConfig for one kind of worker."""
+def llm_config(args: EngineArgs, replicas: int, resources: dict[str, float], *, role: str = "both") -> dict[str, Any]:
+    """Return the fields of Ray Serve's LLMConfig for one kind of worker. `role`: see `RouterOptions`."""
     local = Path(args.model).is_dir()
     model = str(Path(args.model).resolve()) if local else args.model
     environment = {"HF_HUB_OFFLINE": "1"} if local else {}
+    environment |= REPORTS if args.router is not None else {}
     if args.device == "cpu":
         environment |= CPU_ENVIRONMENT
     engine = {
@@ -111,6 +135,7 @@ def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict
             "ray_actor_options": {"num_cpus": 0},
             "health_check_period_s": HEALTH_CHECK_PERIOD_S,
             "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
+            **router_config(args, role),
         },
         "runtime_env": {"env_vars": environment},
         "callback_config": {"callback_class": "raykv.integrations.serve.backend.LocalModel"} if local else {},
@@ -126,4 +151,17 @@ def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict
                 "kv_connector_extra_config": {"cluster": args.pool, "store_timeout_s": 0.1},
             },
         },
+    }
+
+
+def router_config(args: EngineArgs, role: str) -> dict[str, Any]:
+    """Return the field of Ray Serve's deployment config that chooses the router; nothing if Ray Serve's own is used."""
+    if args.router is None:
+        return {}
+    return {
+        "request_router_config": {
+            "request_router_class": "raykv.integrations.serve.router:RayKVRouter",
+            "request_routing_stats_period_s": STATS_PERIOD_S,
+            "request_router_kwargs": {"cluster": args.pool, "role": role, **args.router},
+        }
     }

@@ -140,7 +140,7 @@ def test_a_decode_engine_loads_what_prefill_computes():
     deployment.routes.end("r1", 1.0)
     second = deployment.choose(prompt("turn one", "turn two"))
     assert second.order[0].replica_id == first.order[0].replica_id
-    assert second.order[0].cached_tokens == 1000
+    assert second.order[0].cached_tokens == 992, "whole blocks"
 
 
 # -- the engine's cache -----------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_without_raykv_new_prompts_are_spread_and_known_ones_return():
     deployment = Deployment(4)
     chosen = {}
     for n in range(40):
-        choice = deployment.send(prompt(f"prompt {n}", tokens=10), None)
+        choice = deployment.send(prompt(f"prompt {n}", tokens=1000), None)
         assert choice.reason == "power of two choices"
         assert sorted(each.replica_id for each in choice.order) == list("abcd")
         chosen[n] = choice.order[0].replica_id
@@ -243,7 +243,7 @@ def test_without_raykv_new_prompts_are_spread_and_known_ones_return():
         deployment.routes.end(f"r{n + 1}", deployment.now_s)
     assert set(chosen.values()) == set("abcd")
     for n, replica in chosen.items():
-        again = deployment.choose(prompt(f"prompt {n}", "more", tokens=10), None)
+        again = deployment.choose(prompt(f"prompt {n}", "more", tokens=1000), None)
         assert (again.order[0].replica_id, again.reason) == (replica, "cached")
 
 

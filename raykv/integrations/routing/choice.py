@@ -44,7 +44,8 @@ class Estimate:
     """The expected cost of a request on one replica.
 
     Attributes:
-        cached_tokens: Leading tokens that the engine has or is computing.
+        cached_tokens: Leading tokens that the engine has or is computing, in whole blocks.
+        stored_tokens: Leading tokens that it has or loads from what is stored now.
         load_nbytes, load_s: What it loads after them.
         compute_tokens, compute_s: What it computes.
         queue_s: Wait for earlier requests. ongoing_s: delay by requests that have not ended.
@@ -53,6 +54,7 @@ class Estimate:
 
     replica_id: str
     cached_tokens: int
+    stored_tokens: int
     load_nbytes: int
     load_s: float
     compute_tokens: int
@@ -73,7 +75,7 @@ class Estimate:
     def reason(self) -> str:
         if self.cached_tokens:
             return "cached"
-        return "stored" if self.load_nbytes else "queue"
+        return "stored" if self.stored_tokens else "queue"
 
 
 def estimate(
@@ -95,6 +97,8 @@ def estimate(
     token_s = replica.seconds_per_token or default_token_s
     segments = replica.cached(prompt.keys)
     cached = prompt.ends[segments - 1] if segments else 0
+    if replica.engine is not None:  # an engine's cache works in whole blocks
+        cached -= cached % replica.engine.hash_tokens
     loaded_to, load_nbytes, load_s = _load(replica, cached, stored, token_s)
     # The last token is always computed, because its output is needed.
     compute = max(prompt.tokens - max(cached, loaded_to), 1)
@@ -105,6 +109,7 @@ def estimate(
     return Estimate(
         replica_id,
         min(cached, prompt.tokens),
+        max(cached, loaded_to),
         load_nbytes,
         load_s,
         compute,

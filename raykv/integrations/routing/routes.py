@@ -106,13 +106,13 @@ class Routes:
             return Choice(self._power_of_two(order), "power of two choices")
         best = order[0]
         if reserved is not None:
-            segments, reservation = reserved
+            reservation = reserved[1]
             wait_s = max(reservation.ready_s - now_s, POLL_S)
             later = self._best_later(prompt, known, order, reserved, wait_s, now_s)
             gains = later is not None and later.cost_s + LEAST_GAIN_S < best.cost_s
             if gains and wait_s <= wait_left_s:
                 return Choice(order, "waits", wait_s)
-            if best.replica_id == reservation.replica_id and best.cached_tokens >= prompt.ends[segments - 1]:
+            if best.replica_id == reservation.replica_id and best.cached_tokens:
                 return Choice(order, "computing")
         return Choice(order, best.reason)
 

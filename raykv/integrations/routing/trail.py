@@ -70,6 +70,7 @@ class Trail:
 _TRAILS: WeakSet[Trail] = WeakSet()
 
 
-def find(request_id: str) -> list[Routed]:
-    """Return what the routers of this process decided for a request, in order of time."""
-    return sorted((each for each in chain(*_TRAILS) if each.request_id == request_id), key=lambda each: each.at_s)
+def find(request_id: str | None = None) -> list[Routed]:
+    """Return what the routers of this process decided for a request, in order of time. None: for all requests."""
+    found = (each for each in chain(*_TRAILS) if request_id in (None, each.request_id))
+    return sorted(found, key=lambda each: each.at_s)

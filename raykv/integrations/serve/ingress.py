@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import asdict
 from typing import Any, Final
 
 from ray.exceptions import RayActorError
@@ -19,6 +20,7 @@ from ray.serve.llm.ingress import OpenAiIngress
 from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from raykv.integrations.routing import trail
 from raykv.integrations.serve.resume import PREFIX, AnswerDiffers, Resumption
 
 log = logging.getLogger("ray.serve")
@@ -32,7 +34,14 @@ ENGINE_DEAD: Final = str(EngineDeadError())
 
 
 class ResumingIngress(OpenAiIngress):
-    """Extends Ray Serve's OpenAI server: sends the requests of a dead worker again."""
+    """Extends Ray Serve's OpenAI server: sends the requests of a dead worker again, and shows their routes."""
+
+    async def routes(self, request_id: str | None = None) -> list[dict[str, Any]]:
+        """Return what the routers of this replica decided for a request, or for the last ones: see `trail.Routed`.
+
+        Call it by a handle: `serve.get_app_handle(APP).routes.remote(REQUEST_ID)`.
+        """
+        return [asdict(each) for each in trail.find(request_id)]
 
     async def _get_response(
         self, *, body: Any, call_method: str, raw_request: Request | None = None
