@@ -270,10 +270,11 @@ def test_a_request_that_ray_sends_elsewhere_moves():
     text = prompt("prefix", "question")
     first = deployment.send(text).order[0].replica_id
     other = "b" if first == "a" else "a"
-    assert deployment.routes.move("r1", first, 0.0) is None
-    moved = deployment.routes.move("r1", other, 0.0)
-    assert moved is not None
-    assert moved.replica_id == other
+    assert deployment.routes.sent("r1", first, 0.0) is None
+    reason, moved = deployment.routes.sent("r1", other, 0.0) or ("", None)
+    assert (reason, moved and moved.replica_id) == ("full", other)
+    assert (deployment.routes.sent("unread", other, 0.0) or ("",))[0] == "power of two choices"
+    deployment.routes.end("unread", 0.0)
     assert deployment.routes.replicas[first].cached(text.keys) == 0
     assert deployment.routes.replicas[first].queue_s(0.0) == 0.0
     assert deployment.choose(text, wait_left_s=0.0).order[0].replica_id == other

@@ -138,21 +138,29 @@ class Routes:
         while len(self._open) > MAX_OPEN:
             self.end(next(iter(self._open)), now_s)
 
-    def move(self, request_id: str, replica_id: str, now_s: float) -> Estimate | None:
-        """Ray Serve has sent a request to another replica than the chosen one. Return its new estimate, if known."""
+    def sent(self, request_id: str, replica_id: str, now_s: float) -> tuple[str, Estimate] | None:
+        """Ray Serve has sent a request to a replica.
+
+        Returns:
+            None if it is the chosen one. Otherwise why it is another one, and the estimate: the chosen one was full, or
+            the prompt could not be read, so none was chosen.
+        """
         found = self._open.get(request_id)
-        if found is None or found.estimate.replica_id == replica_id:
+        if found is not None and found.estimate.replica_id == replica_id:
             return None
-        before = self.replicas.get(found.estimate.replica_id)
-        if before is not None:
-            before.undo(request_id)
-        self._release(found, request_id)
-        del self._open[request_id]
+        reason, prompt = "power of two choices", Prompt([])
+        if found is not None:
+            reason, prompt = "full", found.prompt
+            before = self.replicas.get(found.estimate.replica_id)
+            if before is not None:
+                before.undo(request_id)
+            self._release(found, request_id)
+            del self._open[request_id]
         if replica_id not in self.replicas:
             return None
-        moved = self._estimate(replica_id, found.prompt, Stored(), now_s)
-        self.begin(request_id, found.prompt, moved, now_s)
-        return moved
+        estimated = self._estimate(replica_id, prompt, Stored(), now_s)
+        self.begin(request_id, prompt, estimated, now_s)
+        return reason, estimated
 
     def end(self, request_id: str, now_s: float) -> None:
         """A request has ended."""

@@ -82,12 +82,22 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self._lookup.use([report for report in reports.values() if report is not None])
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Correct the route of a request whose chosen replica was full."""
+        """Correct the route of a request whose chosen replica was full. Record one for which none was chosen."""
         metadata = pending_request.metadata
-        moved = self._routes.move(metadata.internal_request_id, replica_id.unique_id, time.monotonic())
-        if moved is not None:
+        other = self._routes.sent(metadata.internal_request_id, replica_id.unique_id, time.monotonic())
+        if other is not None:
+            reason, estimated = other
             deployment = self._deployment_id.name
-            self._add_to_trail(Routed(metadata.request_id, deployment, moved.replica_id, "full", at_s=time.time()))
+            self._add_to_trail(
+                Routed(
+                    metadata.request_id,
+                    deployment,
+                    estimated.replica_id,
+                    reason,
+                    queue_s=estimated.queue_s,
+                    at_s=time.time(),
+                )
+            )
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._routes.end(internal_request_id, time.monotonic())
