@@ -124,6 +124,33 @@ def test_the_queue_that_an_engine_reports_counts_and_gets_shorter():
     assert routes.choose(prompt("s"), Stored(), ["a", "b"], wait_left_s=0, now_s=10.0).order[0].replica_id == "b"
 
 
+def test_slower_engines_cost_more_but_chance_does_not_count():
+    def cheapest(*token_s: float) -> set[str]:
+        routes = Routes(RouterOptions(), Random(1))
+        routes.update(
+            {name: report(f"n{name}", seconds_per_token=s) for name, s in zip("abc", token_s, strict=False)}, 0
+        )
+        names = list(routes.replicas)
+        return {
+            routes.choose(prompt("s"), NOTHING, names, wait_left_s=0, now_s=0.0).order[0].replica_id for _ in range(50)
+        }
+
+    assert cheapest(0.001, 0.01) == {"a"}
+    assert cheapest(0.001, 0.002) == {"a", "b"}
+    assert cheapest(0.02, 0.001, 0.0015) == {"b", "c"}
+    assert cheapest(0.0, 0.0) == {"a", "b"}
+
+
+def test_a_replica_without_requests_has_no_queue():
+    routes = Routes(RouterOptions(), Random(1))
+    routes.update({"a": report("na", queued_tokens=5000)}, 0.0)
+    chosen = routes.choose(prompt("s"), NOTHING, ["a"], wait_left_s=0, now_s=0.0).order[0]
+    routes.begin("r", prompt("s"), chosen, 0.0)
+    assert routes.replicas["a"].queue_s(0.5) > 4
+    routes.end("r", 0.5)
+    assert routes.replicas["a"].queue_s(0.5) == 0.0
+
+
 def test_other_weights_share_nothing():
     routes = Routes(RouterOptions(), Random(1))
     other = NAMESPACE.with_fields(revision="2")

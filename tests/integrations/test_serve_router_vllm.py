@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
 import raykv
@@ -158,6 +159,10 @@ def test_completions_have_text_or_tokens(texts: Texts):
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 
+def step(stats: Any, *, running: int = 1) -> Any:
+    return SchedulerStats(num_running_reqs=running, kv_connector_stats=stats)
+
+
 def test_the_report_passes_vllms_loggers_and_reaches_the_replica():
     stats, other = RayKVStats(), RayKVStats()
     stats.count("loads", 2, "whole")
@@ -166,14 +171,18 @@ def test_the_report_passes_vllms_loggers_and_reaches_the_replica():
     other.aggregate(stats)
     assert other.reduce() == {"loads|whole": 3}
     listener = ReportListener(None, [0])  # type: ignore[arg-type]
-    listener.record(SimpleNamespace(kv_connector_stats=other.data), None)
+    listener.record(step(other.data), None)
     assert listener.engine == ENGINE
     nested = {"RayKVConnector": {"report": ENGINE.model_copy(update={"queued_tokens": 7}).model_dump_json()}}
-    listener.record(SimpleNamespace(kv_connector_stats=nested), None)
+    listener.record(step(nested), None)
     assert listener.engine is not None
     assert listener.engine.queued_tokens == 7
+    assert not listener.is_idle
+    listener.record(step(None, running=0), None)
+    assert listener.is_idle
+    listener.record(None, None)
     for wrong in (None, {}, {"report": "{}"}, {"report": 3.0}, {"loads|whole": 1}):
-        listener.record(SimpleNamespace(kv_connector_stats=wrong), None)
+        listener.record(step(wrong), None)
     assert listener.engine.queued_tokens == 7
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from raykv.config import Model, Name
 from raykv.integrations.routing.locations import Run, Stored
 from raykv.integrations.routing.prompts import Prompt
-from raykv.integrations.routing.replicas import DEFAULT_SECONDS_PER_TOKEN, FAR_SECONDS_PER_BYTE, Replica
+from raykv.integrations.routing.replicas import FAR_SECONDS_PER_BYTE, Replica
 
 
 class RouterOptions(Model):
@@ -85,16 +85,15 @@ def estimate(
     stored: Stored,
     *,
     options: RouterOptions,
-    default_token_s: float = DEFAULT_SECONDS_PER_TOKEN,
+    token_s: float,
     now_s: float,
 ) -> Estimate:
     """Estimate the cost of a prompt on a replica.
 
     Args:
         stored: The chunks of the prompt in raykv.
-        default_token_s: Time of a token, used if the replica has not measured it.
+        token_s: Expected time of a token that the replica computes.
     """
-    token_s = replica.seconds_per_token or default_token_s
     segments = replica.cached(prompt.keys)
     cached = prompt.ends[segments - 1] if segments else 0
     if replica.engine is not None:  # an engine's cache works in whole blocks

@@ -109,6 +109,7 @@ class Replica:
         """A request has ended, or goes to another replica."""
         if self.ongoing.pop(request_id, None) and not self.ongoing:
             self._busy_until_s = min(self._busy_until_s, now_s)
+            self._queue_until_s = min(self._queue_until_s, now_s)  # the last report counted this request
 
     def undo(self, request_id: str) -> None:
         """A request was not sent to the replica after all."""

@@ -6,9 +6,10 @@ the router until raykv has the prefix, and load it elsewhere.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
+from statistics import fmean
 from typing import Final, NamedTuple
 
 from raykv.integrations.routing.choice import Estimate, RouterOptions, after, estimate, with_prefix
@@ -28,6 +29,9 @@ LEAST_GAIN_S: Final = 0.01
 GRACE: Final = 0.25
 """A prefix may be computed this part later than expected, and GRACE_S. Then its reservation ends."""
 GRACE_S: Final = 0.5
+EQUAL_ENGINES: Final = 3.0
+"""Measured times of a token that differ by a smaller factor differ by chance. Their mean counts for all these engines, so
+that requests do not leave an engine that has their KV because of it."""
 
 
 class Choice(NamedTuple):
@@ -68,6 +72,8 @@ class Routes:
         self.replicas: dict[str, Replica] = {}
         self._open: OrderedDict[str, Open] = OrderedDict()
         self._reserved: OrderedDict[bytes, Reservation] = OrderedDict()
+        self._token_s: dict[str, float] = {}
+        self._default_token_s = DEFAULT_SECONDS_PER_TOKEN
 
     # -- replicas ---------------------------------------------------------------------------------------------------
 
@@ -79,6 +85,9 @@ class Routes:
             replica = self.replicas.setdefault(replica_id, Replica())
             if report is not None and report != replica.report:
                 replica.update(report, now_s)
+        measured = {name: each.seconds_per_token for name, each in self.replicas.items() if each.seconds_per_token}
+        self._token_s = {name: _mean_of_equals(own_s, measured.values()) for name, own_s in measured.items()}
+        self._default_token_s = fmean(measured.values()) if measured else DEFAULT_SECONDS_PER_TOKEN
 
     def drop(self, replica_id: str) -> None:
         """Forget a replica that has died."""
@@ -172,19 +181,12 @@ class Routes:
             replica.end(request_id, now_s)
         self._release(found, request_id)
 
-    def default_token_s(self) -> float:
-        """Return the mean time of a token of the engines that have measured it."""
-        measured = [each.seconds_per_token for each in self.replicas.values() if each.seconds_per_token]
-        return sum(measured) / len(measured) if measured else DEFAULT_SECONDS_PER_TOKEN
-
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _estimate(self, replica_id: str, prompt: Prompt, stored: Stored, now_s: float) -> Estimate:
         replica = self.replicas.setdefault(replica_id, Replica())
-        default_s = replica.seconds_per_token or self.default_token_s()
-        return estimate(
-            replica_id, replica, prompt, stored, options=self._options, default_token_s=default_s, now_s=now_s
-        )
+        token_s = self._token_s.get(replica_id, self._default_token_s)
+        return estimate(replica_id, replica, prompt, stored, options=self._options, token_s=token_s, now_s=now_s)
 
     def _power_of_two(self, order: list[Estimate]) -> list[Estimate]:
         """Draw two replicas, and put the one with less to do first."""
@@ -231,3 +233,8 @@ class Routes:
             reservation = self._reserved.get(key)
             if reservation is not None and reservation.request_id == request_id:
                 del self._reserved[key]
+
+
+def _mean_of_equals(own_s: float, measured_s: Iterable[float]) -> float:
+    """Return the mean of the times that differ from `own_s` by less than EQUAL_ENGINES."""
+    return fmean(each_s for each_s in measured_s if own_s / EQUAL_ENGINES < each_s < own_s * EQUAL_ENGINES)

@@ -32,15 +32,19 @@ class ReportListener(AggregateStatLoggerBase):
     Attributes:
         engine: The report. None: there was none yet.
         at_s: When it arrived, on the monotonic clock.
+        is_idle: Whether the engine had no request after its last step. It makes no report without a step.
     """
 
     def __init__(self, vllm_config: "VllmConfig", engine_indexes: list[int]) -> None:
         self.engine: EngineReport | None = None
         self.at_s = 0.0
+        self.is_idle = True
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
+        if scheduler_stats is not None:
+            self.is_idle = not (scheduler_stats.num_running_reqs or scheduler_stats.num_waiting_reqs)
         stats = getattr(scheduler_stats, "kv_connector_stats", None)
         text = _report_in(stats) if isinstance(stats, dict) else None
         if text is None:
@@ -81,9 +85,12 @@ class ReportingEngine(VLLMEngine):
         """Return what Ray Serve passes to the routers."""
         stats: dict[str, Any] = super().routing_stats()
         listener = self._listener
+        engine = listener.engine if listener else None
+        if listener and engine and listener.is_idle:
+            engine = engine.model_copy(update={"queued_tokens": 0})
         report = ReplicaReport(
-            engine=listener.engine if listener else None,
-            age_s=time.monotonic() - listener.at_s if listener and listener.engine else 0.0,
+            engine=engine,
+            age_s=time.monotonic() - listener.at_s if listener and engine else 0.0,
             tokenizer=self._tokenizer_report(),
             adapters=self._adapters(),
         )
