@@ -88,12 +88,22 @@ def test_a_prompt_goes_where_its_kv_is_in_memory():
 
 
 def test_the_measured_rate_of_a_path_counts():
-    slow_near = {"na": 1.0 / 1e7, "nb": 1.0 / 1e9}  # 10 MB/s to its own node, 1 GB/s to the other
+    slow_near = {"na": 1.0 / 1e7}  # 10 MB/s to its own node
     routes = Routes(RouterOptions(), Random(1))
     routes.update({"a": report("na", seconds_per_byte=slow_near), "b": report("nb")}, 0.0)
     choice = routes.choose(prompt("s", tokens=6400), stored(6400, "na"), ["a", "b"], wait_left_s=0, now_s=0.0)
     assert choice.order[0].replica_id == "b"
     assert choice.order[0].load_s == pytest.approx(100 * CHUNK_NBYTES / 1e9)
+
+
+def test_a_path_that_was_not_measured_counts_like_those_of_other_engines():
+    routes = Routes(RouterOptions(), Random(1))
+    measured = {"nb": 1.0 / 1e8, path_name("nb", below=True): 1.0 / 1e7}
+    routes.update({"a": report("na", seconds_per_byte=measured), "b": report("nb")}, 0.0)
+    b = routes.replicas["b"]
+    assert b.seconds_per_byte(["na"], below=False) == pytest.approx(1e-8)
+    assert b.seconds_per_byte(["na"], below=True) == pytest.approx(1e-7)
+    assert b.seconds_per_byte(["nb"], below=False) == pytest.approx(1 / 4e9)
 
 
 def test_an_engine_computes_what_would_load_more_slowly():

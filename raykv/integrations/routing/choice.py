@@ -9,7 +9,7 @@ from pydantic import Field
 from raykv.config import Model, Name
 from raykv.integrations.routing.locations import Run, Stored
 from raykv.integrations.routing.prompts import Prompt
-from raykv.integrations.routing.replicas import FAR_SECONDS_PER_BYTE, Replica
+from raykv.integrations.routing.replicas import Replica
 
 
 class RouterOptions(Model):
@@ -103,7 +103,7 @@ def estimate(
     compute = max(prompt.tokens - max(cached, loaded_to), 1)
     if options.role == "decode" and replica.engine is not None and compute > 1:
         nbytes = compute * replica.engine.chunk_nbytes // replica.engine.chunk_tokens
-        load_nbytes, load_s, compute = load_nbytes + nbytes, load_s + nbytes * FAR_SECONDS_PER_BYTE, 1
+        load_nbytes, load_s, compute = load_nbytes + nbytes, load_s + nbytes * replica.assumed["far"], 1
     compute_s = compute * token_s
     return Estimate(
         replica_id,

@@ -1,11 +1,11 @@
 """What a router knows of one replica: its engine's cache, its queue, and its measured rates. No I/O."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from raykv.integrations.routing.report import EngineReport, ReplicaReport, path_name
+from raykv.integrations.routing.report import DISK, EngineReport, ReplicaReport, path_name
 from raykv.types import NodeId
 
 DEFAULT_CACHE_TOKENS: Final = 65_536
@@ -14,10 +14,8 @@ MAX_CACHED_PREFIXES: Final = 32_768
 """A router remembers at most this many prefixes of a replica's cache."""
 DEFAULT_SECONDS_PER_TOKEN: Final = 1e-4
 """Assumed before any engine of the deployment has measured its steps."""
-NEAR_SECONDS_PER_BYTE: Final = 1 / 4e9
-FAR_SECONDS_PER_BYTE: Final = 1 / 1e9
-DISK_SECONDS_PER_BYTE: Final = 1 / 0.5e9
-"""Assumed for paths that the engine has not measured: the memory of its host, other hosts, and SSD or file."""
+SECONDS_PER_BYTE: Final = {"near": 1 / 4e9, "far": 1 / 1e9, "disk": 1 / 0.5e9}
+"""Assumed for kinds of paths that no engine has measured: memory of its host, other hosts, and SSD or file."""
 
 
 @dataclass(slots=True)
@@ -38,11 +36,13 @@ class Replica:
     Attributes:
         report: The replica's last report.
         ongoing: The requests that this router has sent there and that have not ended.
+        assumed: Seconds per byte of paths that the engine has not measured, by kind.
     """
 
     def __init__(self) -> None:
         self.report = ReplicaReport()
         self.ongoing: dict[str, Ongoing] = {}
+        self.assumed: Mapping[str, float] = SECONDS_PER_BYTE
         self._cached: OrderedDict[bytes, int] = OrderedDict()
         self._filled, self._busy_until_s, self._queue_until_s = 0, 0.0, 0.0
 
@@ -137,10 +137,17 @@ class Replica:
         """Return the time of the fastest path to one of the holders; measured if possible."""
         measured = {} if self.engine is None else self.engine.seconds_per_byte
         return min(
-            measured.get(path_name(holder, below=below)) or self._assumed(holder, below=below) for holder in holders
+            measured.get(path_name(holder, below=below)) or self.assumed[self._kind(holder, below=below)]
+            for holder in holders
         )
 
-    def _assumed(self, holder: NodeId, *, below: bool) -> float:
-        if below:
-            return DISK_SECONDS_PER_BYTE
-        return NEAR_SECONDS_PER_BYTE if self.is_near(holder) else FAR_SECONDS_PER_BYTE
+    def measured_by_kind(self) -> list[tuple[str, float]]:
+        """Return the measured times of a byte, each with the kind of its path."""
+        measured = {} if self.engine is None else self.engine.seconds_per_byte
+        return [
+            (self._kind(path.removesuffix(DISK), below=path.endswith(DISK)), byte_s)
+            for path, byte_s in measured.items()
+        ]
+
+    def _kind(self, holder: NodeId, *, below: bool) -> str:
+        return "disk" if below else "near" if self.is_near(holder) else "far"

@@ -10,6 +10,8 @@ from raykv.types import NodeId
 
 STATS_KEY: Final = "raykv"
 """The key of a `ReplicaReport` in a replica's routing stats."""
+DISK: Final = "/disk"
+"""End of the names of paths to SSD or file. Names of nodes contain no slash."""
 MAX_PATHS: Final = 32
 """An engine reports the rates of at most this many paths."""
 MAX_ADAPTERS: Final = 256
@@ -21,7 +23,7 @@ Tokens = Annotated[int, Field(ge=0)]
 
 def path_name(holder: NodeId, *, below: bool) -> str:
     """Name the path of loads from a holder. Loads from its SSD or file have a path of their own."""
-    return f"{holder}/disk" if below else holder
+    return holder + DISK if below else holder
 
 
 class EngineReport(Model):

@@ -8,6 +8,7 @@ the router until raykv has the prefix, and load it elsewhere.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from random import Random
 from statistics import fmean
 from typing import Final, NamedTuple
@@ -15,7 +16,7 @@ from typing import Final, NamedTuple
 from raykv.integrations.routing.choice import Estimate, RouterOptions, after, estimate, with_prefix
 from raykv.integrations.routing.locations import Stored
 from raykv.integrations.routing.prompts import Prompt
-from raykv.integrations.routing.replicas import DEFAULT_SECONDS_PER_TOKEN, Replica
+from raykv.integrations.routing.replicas import DEFAULT_SECONDS_PER_TOKEN, SECONDS_PER_BYTE, Replica
 from raykv.integrations.routing.report import ReplicaReport
 
 MAX_OPEN: Final = 16_384
@@ -30,8 +31,8 @@ GRACE: Final = 0.25
 """A prefix may be computed this part later than expected, and GRACE_S. Then its reservation ends."""
 GRACE_S: Final = 0.5
 EQUAL_ENGINES: Final = 3.0
-"""Measured times of a token that differ by a smaller factor differ by chance. Their mean counts for all these engines, so
-that requests do not leave an engine that has their KV because of it."""
+"""Measured times of a token that differ by a smaller factor differ by chance. Their mean counts for all these engines.
+Otherwise requests would leave an engine that has their KV because of chance."""
 
 
 class Choice(NamedTuple):
@@ -88,6 +89,12 @@ class Routes:
         measured = {name: each.seconds_per_token for name, each in self.replicas.items() if each.seconds_per_token}
         self._token_s = {name: _mean_of_equals(own_s, measured.values()) for name, own_s in measured.items()}
         self._default_token_s = fmean(measured.values()) if measured else DEFAULT_SECONDS_PER_TOKEN
+        byte_s: dict[str, list[float]] = {}
+        for kind, each_s in chain.from_iterable(replica.measured_by_kind() for replica in self.replicas.values()):
+            byte_s.setdefault(kind, []).append(each_s)
+        assumed = {kind: fmean(byte_s.get(kind, [default_s])) for kind, default_s in SECONDS_PER_BYTE.items()}
+        for replica in self.replicas.values():
+            replica.assumed = assumed
 
     def drop(self, replica_id: str) -> None:
         """Forget a replica that has died."""
