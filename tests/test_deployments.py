@@ -76,6 +76,27 @@ def test_a_field_reaches_its_worker():
 
 @pytest.mark.slow
 @pytest.mark.vllm
+def test_the_router_is_chosen_by_a_path_that_ray_serve_can_import():
+    pytest.importorskip("vllm")
+    from ray.serve.config import RequestRouterConfig
+
+    from deployments.replicas import ReplicaArgs
+    from raykv.integrations.routing.choice import RouterOptions
+    from raykv.integrations.serve.router import RayKVRouter
+
+    (application,) = read("replicas.yaml")["applications"]
+    args = ReplicaArgs.model_validate(application["args"])
+    config = RequestRouterConfig(**llm_config(args, args.replicas, {})["deployment_config"]["request_router_config"])
+    assert config.get_request_router_class() is RayKVRouter
+    assert RouterOptions.load(config.request_router_kwargs).role == "both"
+    decode = llm_config(PDArgs.model_validate(pd_args()), 1, {}, role="decode")["deployment_config"]
+    assert RouterOptions.load(decode["request_router_config"]["request_router_kwargs"]).role == "decode"
+    plain = llm_config(PDArgs(model="some/model"), 1, {})
+    assert "request_router_config" not in plain["deployment_config"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_ray_serve_accepts_the_workers(device: str, tmp_path: Path):
     llm = pytest.importorskip("ray.serve.llm")
