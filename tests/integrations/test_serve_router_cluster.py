@@ -173,14 +173,14 @@ def test_sessions_stay_and_a_burst_computes_its_prefix_once():
         check_burst(app)
 
 
-def prefilled_tokens() -> int:
-    """Return how many prompt tokens the engines of the prefill replicas have computed, by vLLM's counters."""
+def computed_tokens() -> int:
+    """Return how many prompt tokens all engines have computed, by vLLM's counters."""
     total = 0
     for node in ray.nodes():
         url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         with urllib.request.urlopen(url, timeout=10) as response:
             for line in response.read().decode().splitlines():
-                if line.startswith("ray_vllm_prompt_tokens_by_source_total") and "Prefill" in line:
+                if line.startswith("ray_vllm_prompt_tokens_by_source_total"):
                     total += int(float(line.rpartition(" ")[2])) if 'source="local_compute"' in line else 0
     return total
 
@@ -193,8 +193,11 @@ def test_a_burst_is_prefilled_once():
     args = pd.PDArgs(**engine_args(prefill_replicas=2, decode_replicas=2))
     with running(pd.build, args) as app:
         app.wait_for_reports()
-        requests, before = burst(3), prefilled_tokens()
+        requests, before = burst(3), computed_tokens()
         answers = app.ask_all(requests)
         time.sleep(3)  # Ray exports metrics every half second
         assert {asked.route["deployment"].partition(":")[0] for asked in answers} == {"Decode"}
-        assert 2000 < prefilled_tokens() - before <= 1.2 * distinct_tokens(requests), [each.route for each in answers]
+        computed = computed_tokens() - before
+        # Decode loads whole blocks, and computes the rest of each prompt.
+        most = 1.2 * distinct_tokens(requests) + BURST * args.block_tokens
+        assert 2000 < computed <= most, str([each.route for each in answers])
