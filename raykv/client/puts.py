@@ -11,7 +11,6 @@ from raykv.client.writer import Pieces, Values
 from raykv.errors import CapacityError, LostError, TransientError, UsageError
 from raykv.protocol.namespace import Namespace
 from raykv.transport.bulk_write import BulkWrite
-from raykv.transport.link import Link
 from raykv.types import Batch, DirectValues, KeyArray, NodeId, PutResult, Scattered
 
 
@@ -98,15 +97,21 @@ def put_remote(router: Router, group: Namespace, batch: Batch, values: Pieces, d
     Raises:
         UsageError: The node refuses the size or another field.
     """
-    write = _RemoteWrite(group, batch, values, deadline_s)
+    write = BulkWrite(group, batch, values)
     try:
         name = _owner(router, batch, deadline_s)
         if name is None:
             return PutResult(skipped=len(batch.keys), reason="the cluster has no nodes")
         owner = router.member(name, deadline_s)
-        return router.pool.ask(owner.address, write.send, deadline_s=deadline_s)
+        path = router.paths.choose(owner, deadline_s=deadline_s, writes=True)
+        stored = path.write(owner, write, deadline_s=deadline_s)
     except (TransientError, CapacityError, LostError) as error:
         return PutResult(skipped=len(batch.keys), reason=str(error))
+    wanted = len(write.positions)
+    existed = len(values) - wanted - write.full
+    ours = min(existed, len(write.offered.difference(write.positions)))  # stored by an attempt whose answer was lost
+    skipped = wanted - stored + write.full
+    return PutResult(stored + ours, existed - ours, skipped, "full" if write.full else "")
 
 
 def _written(values: DirectValues) -> list[list[memoryview]]:
@@ -120,27 +125,3 @@ def _owner(router: Router, batch: Batch, deadline_s: float) -> NodeId | None:
     """Return the owner of a batch's first key; None if the cluster has no nodes."""
     ring = router.view(deadline_s).ring
     return ring.nodes[ring.owners(batch.keys[:1])[0]] if ring.nodes else None
-
-
-class _RemoteWrite:
-    """A put to another node. If the connection breaks, the caller sends the request again with the same object.
-
-    Chunks that an earlier attempt has stored count as stored, although they exist already at the next attempt.
-    """
-
-    def __init__(self, group: Namespace, batch: Batch, values: Pieces, deadline_s: float) -> None:
-        self._write, self._chunks, self._deadline_s = BulkWrite(group, batch, values), len(values), deadline_s
-        self._offered: set[int] = set()  # positions of chunks that an earlier attempt may have stored
-
-    def send(self, link: Link) -> PutResult:
-        write = self._write
-        try:
-            count = write.send(link, deadline_s=self._deadline_s)
-        except TransientError:
-            self._offered.update(write.positions)
-            raise
-        wanted = len(write.positions)
-        existed = self._chunks - wanted - write.full
-        ours = min(existed, len(self._offered.difference(write.positions)))
-        skipped = wanted - count + write.full
-        return PutResult(count + ours, existed - ours, skipped, "full" if write.full else "")

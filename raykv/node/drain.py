@@ -17,14 +17,13 @@ import numpy as np
 from raykv.config import NodeConfig
 from raykv.node.drain_below import BelowDrain
 from raykv.node.moving import WINDOW_ROWS, ChunkSender, pin_window, runs_of
+from raykv.node.peers import Peers
 from raykv.protocol import chunk_keys
 from raykv.protocol.namespace import Namespace
-from raykv.protocol.placement import View
 from raykv.protocol.reasons import Reason
 from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
 from raykv.tier.segments.format import raw_keys
-from raykv.transport.pool import ConnectionPool
 from raykv.types import Bits, KeyArray, Rows
 
 SETTLE_BEATS: Final = 2
@@ -48,15 +47,14 @@ class Drain:
         store: Store,
         lock: threading.Lock,
         mover: TierMover,
-        pool: ConnectionPool,
-        view: Callable[[], View],
+        peers: Peers,
         copied: Callable[[KeyArray], Bits],
     ) -> None:
         """`copied` returns for each key whether this node has made replicas of the chunk on other nodes."""
         self._copied = copied
         self._config, self._node_id = config, config.node_id
-        self._store, self._lock, self._mover, self._view = store, lock, mover, view
-        self._sender = ChunkSender(config.node_id, pool, view, self._group, random.Random())
+        self._store, self._lock, self._mover, self._view = store, lock, mover, peers.view
+        self._sender = ChunkSender(config.node_id, peers, self._group, random.Random())
         self.progress, self.started = self._sender.progress, threading.Event()
 
     def stats(self) -> dict[str, Any]:

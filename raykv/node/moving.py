@@ -17,15 +17,14 @@ import numpy.typing as npt
 
 from raykv.errors import RayKVError, TransientError
 from raykv.eviction.base import live_parents
+from raykv.node.peers import Peers
 from raykv.node.rooms import Room, Rooms
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array, expect, stats_in
 from raykv.protocol.namespace import Namespace
-from raykv.protocol.placement import Member, View
+from raykv.protocol.placement import Member
 from raykv.storage.store import Pinned, Store
 from raykv.transport.bulk_write import BulkWrite
-from raykv.transport.link import Link
-from raykv.transport.pool import ConnectionPool
 from raykv.types import Batch, Bits, Hints, KeyArray, NodeId, Rows
 
 log = logging.getLogger(__name__)
@@ -120,13 +119,12 @@ class ChunkSender:
     def __init__(
         self,
         node_id: NodeId,
-        pool: ConnectionPool,
-        view: Callable[[], View],
+        peers: Peers,
         group: Callable[[int], Namespace],
         rng: random.Random,
     ) -> None:
         """`group` returns the quota group with a number on this node."""
-        self._node_id, self._pool, self._view, self._group = node_id, pool, view, group
+        self._node_id, self._peers, self._group = node_id, peers, group
         self.progress = Progress()
         self._rooms, self._room_s = Rooms(rng), 0.0
         self._paced_s = 0.0  # when the next run may begin
@@ -208,14 +206,14 @@ class ChunkSender:
         group = self._group(int(window.groups[places[0]]))
         write = BulkWrite(group, batch_of(window, places), [[value] for value in values], evict=False, below=below)
         deadline_s = time.monotonic() + WRITE_S
-        stored = self._pool.ask(member.address, _sender(write, deadline_s), deadline_s=deadline_s)
+        stored = self._peers.write(member, write, deadline_s=deadline_s)
         self.progress.moved += stored
         self.progress.moved_nbytes += int(window.nbytes[places[0]]) * stored
         return write, stored
 
     def _targets(self, key: KeyArray, nbytes: int, *, below: bool) -> Iterator[tuple[Member, bool]]:
         """Yield nodes with room for `nbytes` more bytes, and whether the node owns `key`. The owner is the first."""
-        view = self._view()
+        view = self._peers.view()
         if time.monotonic() >= self._room_s:
             self._rooms.update(
                 {member.node_id: self._ask_room(member) for member in view.members if self._takes(member)}
@@ -232,31 +230,31 @@ class ChunkSender:
 
     def _ask_room(self, member: Member) -> Room:
         """Return the free room of a node in bytes; 0 if it does not answer."""
-        deadline_s = time.monotonic() + ASK_S
         try:
-            answer = self._pool.ask(member.address, _caller(messages.GetStats(), deadline_s), deadline_s=deadline_s)
-            stats = stats_in(answer)
+            stats = stats_in(self._ask(member, messages.GetStats()))
         except RayKVError as error:
             log.info("%s does not say how much room it has: %s", member.node_id, error)
             return Room()
         memory = int(ROOM_SHARE * stats["arena_nbytes"]) - stats["used_nbytes"]
         return Room(max(0, memory), sum(tier.get("spare_nbytes", 0) for tier in stats.get("tiers", {}).values()))
 
+    def _ask(self, member: Member, request: messages.Message) -> messages.Answer:
+        deadline_s, pool = time.monotonic() + ASK_S, self._peers.pool
+        return pool.ask(member.address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
+
     def held_elsewhere(self, keys: KeyArray) -> Bits:
         """Ask the owners of keys which chunks another node holds. Chunks of owners that do not answer count as no.
 
         Nodes that are being drained do not count: two of them could rely on each other, and both leave.
         """
-        found, view = np.zeros(len(keys), np.bool_), self._view()
+        found, view = np.zeros(len(keys), np.bool_), self._peers.view()
         stay = {member.node_id for member in view.members if self._takes(member)}
         for name, places in view.ring.shares(keys).items():
             member = view.member(name)
             if member is None or not self._takes(member):
                 continue
-            deadline_s = time.monotonic() + ASK_S
-            request = messages.Locate(chunk_keys.to_bytes(keys[places]))
             try:
-                answer = self._pool.ask(member.address, _caller(request, deadline_s), deadline_s=deadline_s)
+                answer = self._ask(member, messages.Locate(chunk_keys.to_bytes(keys[places])))
                 located = expect(messages.Located, answer)
                 numbers = array(located.places, "<i4", len(places)).tolist()
             except RayKVError:
@@ -319,11 +317,3 @@ def runs_of(window: Window, wanted: Bits) -> Iterator[list[int]]:
             joined.append(others)
         others.append(first)
     return iter(joined)
-
-
-def _sender(write: BulkWrite, deadline_s: float) -> Callable[[Link], int]:
-    return lambda link: write.send(link, deadline_s=deadline_s)
-
-
-def _caller(request: messages.Message, deadline_s: float) -> Callable[[Link], messages.Answer]:
-    return lambda link: link.call(request, deadline_s=deadline_s)

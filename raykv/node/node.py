@@ -37,6 +37,7 @@ from raykv.node.handlers.write import WriteHandler
 from raykv.node.key_store import KeyStore, keyring_path
 from raykv.node.location_index import LocationIndex
 from raykv.node.namespace_reconciler import NamespaceReconciler, registry_paths
+from raykv.node.peers import Peers
 from raykv.node.reclaimer import Reclaimer
 from raykv.node.replicas import Replicas
 from raykv.node.saved_view import SavedView
@@ -113,16 +114,15 @@ class Node:
         self.reconciler = NamespaceReconciler(store, self.lock, mover, registry_paths(config), self._wake_all)
         self._saved_view = SavedView(config.file_prefix)
         self._pool = ConnectionPool(self._keys.keyring.current, breaker_s=config.heartbeat_s, max_idle=2, tls=tls)
+        self._peers = peers = Peers(self._pool, lambda: self.view, host=config.host or host_identity())
         self.location_index = index = LocationIndex()
         announcer = self._announcer = Announcer(config, store, self.lock, mover, index, self._pool, changed)
-        self.replicas = Replicas(config, store, self.lock, self._pool, lambda: self.view)
-        self.drain = Drain(config, store, self.lock, mover, self._pool, lambda: self.view, self.replicas.copied_keys)
+        self.replicas = Replicas(config, store, self.lock, peers)
+        self.drain = Drain(config, store, self.lock, mover, peers, self.replicas.copied_keys)
         self._reclaimer = Reclaimer(config, store, self.lock, mover, announcer, due, self.drain.started)
-        self._spreader = Spreader(
-            config, store, self.lock, self._pool, lambda: self.view, announcer.wake, self.drain.started
-        )
+        self._spreader = Spreader(config, store, self.lock, peers, announcer.wake, self.drain.started)
         reads = ReadHandler(config.node_id, store, self.lock, mover, index, announcer, self.replicas.meter)
-        self._rdma = RdmaHandler(store, self.lock, reads, rdma_devices(config.rdma, tls=tls is not None))
+        self._rdma = RdmaHandler(store, self.lock, reads, peers, rdma_devices(config.rdma, tls=tls is not None))
         self.handlers = self._handlers(reads)
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -217,7 +217,7 @@ class Node:
         return endpoints
 
     def _add_endpoint(self, addresses: str) -> None:
-        """Let readers know that this node is read over RDMA. The next heartbeat sends it."""
+        """Let peers know that this node is reached over RDMA. The next heartbeat sends it."""
         endpoints = {**self.member.endpoints, "rdma": addresses}
         self.member = msgspec.structs.replace(self.member, endpoints=endpoints)
 
@@ -241,6 +241,7 @@ class Node:
         for thread in self._threads:
             thread.join(timeout=JOIN_S)
         self._pool.close()
+        self._peers.close()
         self._rdma.close()
         self.mover.close()
         if unlink and self.config.file_prefix is not None:

@@ -10,7 +10,6 @@ After a restart, a node does not know which of its chunks are replicas. They are
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -20,14 +19,13 @@ from raykv.errors import RayKVError, TransientError
 from raykv.memory.layout import Columns
 from raykv.node.heat import HeatMeter
 from raykv.node.moving import Window, batch_of, pin_window, runs_of
+from raykv.node.peers import Peers
 from raykv.node.prefixes import Prefixes
 from raykv.protocol.heat import HeatOrders, HeatReport
 from raykv.protocol.namespace import Namespace
-from raykv.protocol.placement import View
 from raykv.protocol.reasons import Reason
 from raykv.storage.store import Store
 from raykv.transport.bulk_write import BulkWrite
-from raykv.transport.pool import ConnectionPool
 from raykv.types import Bits, KeyArray, NodeId, Rows
 
 log = logging.getLogger(__name__)
@@ -78,11 +76,10 @@ class Replicas:
         config: NodeConfig,
         store: Store,
         lock: threading.Lock,
-        pool: ConnectionPool,
-        view: Callable[[], View],
+        peers: Peers,
     ) -> None:
         self._node_id, self._store, self._lock = config.node_id, store, lock
-        self._pool, self._view = pool, view
+        self._peers = peers
         self._prefixes = Prefixes(_StoreChunks(store))
         self.copied = 0
         self._waiting: dict[tuple[bytes, NodeId], None] = {}
@@ -157,7 +154,7 @@ class Replicas:
 
     def _copy(self, head: bytes, target: NodeId) -> None:
         """Send one prefix to another node. Raises RayKVError if the node does not take it."""
-        member = self._view().member(target)
+        member = self._peers.view().member(target)
         if member is None or target == self._node_id:
             return
         keys = self._prefixes.begin_copy(head, now_s=time.monotonic())
@@ -169,12 +166,7 @@ class Replicas:
         try:
             for places in runs_of(window, np.ones(len(window.keys), np.bool_)):
                 write = self._write_of(head, window, places, offsets[places].tolist())
-                deadline_s = time.monotonic() + WRITE_S
-                self.copied += self._pool.ask(
-                    member.address,
-                    lambda link: write.send(link, deadline_s=deadline_s),  # noqa: B023 - used at once
-                    deadline_s=deadline_s,
-                )
+                self.copied += self._peers.write(member, write, deadline_s=time.monotonic() + WRITE_S)
         finally:
             with self._lock:
                 self._store.unpin(window.numbers)

@@ -106,6 +106,12 @@ class NodeSession:
         if rows - self.pins:
             raise UsageError("rows that are not pinned by this connection")
 
+    def require_queue_pairs(self) -> "PeerPairs":
+        """Return the connection's queue pairs. Raises UsageError if it has none, or if they were destroyed."""
+        if self.queue_pairs is None or self.queue_pairs.closed:
+            raise UsageError("this connection has no queue pairs: send ConnectRdma first")
+        return self.queue_pairs
+
     def close(self) -> None:
         """End all leases. For QUARANTINE_S seconds no lent slot is reused, because the peer may still write to it."""
         if self.queue_pairs is not None:

@@ -21,11 +21,11 @@ from raykv.errors import RayKVError, TransientError
 from raykv.eviction.base import live_parents
 from raykv.memory.layout import RowState
 from raykv.node.moving import WINDOW_ROWS, ChunkSender, Window, pin_window, runs_of
+from raykv.node.peers import Peers
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.protocol.reasons import Reason
 from raykv.storage.store import Store
-from raykv.transport.pool import ConnectionPool
 from raykv.types import KeyArray, Rows
 
 log = logging.getLogger(__name__)
@@ -50,16 +50,15 @@ class Spreader:
         config: NodeConfig,
         store: Store,
         lock: threading.Lock,
-        pool: ConnectionPool,
-        view: Callable[[], View],
+        peers: Peers,
         changed: Callable[[], None],
         draining: threading.Event,
     ) -> None:
         """`changed` is called when chunks were dropped. `draining`: once set, the drain moves all chunks."""
         self._node_id, self._beat_s = config.node_id, config.heartbeat_s
-        self._store, self._lock, self._view = store, lock, view
+        self._store, self._lock, self._view = store, lock, peers.view
         self._changed, self._draining = changed, draining
-        self._sender = ChunkSender(config.node_id, pool, view, self._group, random.Random())
+        self._sender = ChunkSender(config.node_id, peers, self._group, random.Random())
 
     def stats(self) -> dict[str, int]:
         """Return how many chunks and bytes were moved to their owners."""

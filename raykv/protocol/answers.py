@@ -94,10 +94,15 @@ class Committed(Message):
 
 
 class Accepted(Message):
-    """The client must send the chunks of the keys at `positions` (i32). `full`: number of new chunks that don't fit."""
+    """The client must send the chunks of the keys at `positions` (i32). `full`: number of new chunks that don't fit.
+
+    For a Write with `rdma`: `offsets` u64 (of the slots, in the arena), and `remote_keys` as in Found.
+    """
 
     positions: bytes
     full: int = 0
+    offsets: bytes = b""
+    remote_keys: bytes = b""
 
 
 class Held(Message):

@@ -34,7 +34,7 @@ from raykv.types import Bits, KeyArray
 
 T = TypeVar("T")
 
-VERSION: Final = 7
+VERSION: Final = 8
 MAX_MESSAGE_NBYTES: Final = 32 << 20
 MAX_ERROR_CHARACTERS: Final = 2000
 """Error texts are cut to this length, because an error text may quote what a peer sent."""

@@ -120,7 +120,8 @@ class Write(Message):
     Answer: Accepted. Then the client sends the bytes of the accepted chunks, and the message Checksums. Second answer:
     Count of the chunks that the node stored. `evict`: whether the node may evict other chunks to make room. `below`:
     store the chunks in a tier of the node, not in memory, and only if they replace nothing there. `replica`: if not
-    empty, the chunks are replicas, and this is the key of the first chunk of their hot prefix.
+    empty, the chunks are replicas, and this is the key of the first chunk of their hot prefix. `rdma`: the client
+    writes to the slots over this connection's queue pairs. Then it sends Placed, and the bytes of the other chunks.
     """
 
     keys: bytes
@@ -133,6 +134,19 @@ class Write(Message):
     evict: bool = True
     below: bool = False
     replica: bytes = b""
+    rdma: bool = False
+
+
+class Placed(Message):
+    """Follows Accepted in a Write with `rdma`. The client has no request to a slot under way any more.
+
+    `places`: one bit for each accepted chunk, set if its bytes are in its slot; empty when no bit is set. The bytes of
+    the other chunks follow. `broken`: a queue pair has failed, so old packets of it may still arrive. The node destroys
+    its ends of all queue pairs of this connection, before it commits a chunk or takes a slot back.
+    """
+
+    places: bytes = b""
+    broken: bool = False
 
 
 class Checksums(Message):
@@ -319,9 +333,9 @@ class Leave(Message):
 
 
 Request = (
-    Attach | GetView | GetStats | OpenNamespace | Lend | Commit | GiveBack | Write | Checksums | Read | Find | Pin
-    | Unpin | ConnectRdma | Promote | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt | Report
-    | RecordTrace | FetchTrace | Drain | Heartbeat | Leave
+    Attach | GetView | GetStats | OpenNamespace | Lend | Commit | GiveBack | Write | Placed | Checksums | Read | Find
+    | Pin | Unpin | ConnectRdma | Promote | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt
+    | Report | RecordTrace | FetchTrace | Drain | Heartbeat | Leave
 )  # fmt: skip
 Answer = (
     Done | Count | Attached | ViewIs | Lent | Committed | Accepted | Held | Reading | Found | RdmaConnected | Located

@@ -58,6 +58,8 @@ class Reply:
     Attributes:
         answer: The answer. The transport sends it first.
         outgoing: Chunk bytes to send after the answer. This memory must not change until `finish` is called.
+        opening: If given, the client sends a message before its bytes. The transport calls this function with it, and
+            looks at `incoming` only then.
         incoming: Buffers for the bytes that the client sends after the answer.
         closing: If given, the client sends a message after the bytes. The transport calls this function with it.
         finish: The transport calls this function exactly once: with True after all bytes were transferred, with False
@@ -66,6 +68,7 @@ class Reply:
 
     answer: Answer
     outgoing: Sequence[memoryview] = ()
+    opening: Callable[[Message], None] | None = None
     incoming: Targets = ()
     closing: Callable[[Message], None] | None = None
     finish: Callable[[bool], Answer | None] = lambda complete: None

@@ -1,4 +1,4 @@
-"""Data paths: the ways to read chunks from a node. `DataPaths` chooses the path for each node."""
+"""Data paths: the ways to read chunks from a node, and to write chunks to it. `DataPaths` chooses one for each node."""
 
 import importlib
 import logging
@@ -14,6 +14,7 @@ from raykv.protocol.codec import expect
 from raykv.protocol.placement import Member
 from raykv.transport import rdma
 from raykv.transport.bulk_read import BulkRead, ReadRun
+from raykv.transport.bulk_write import BulkWrite
 from raykv.transport.pool import ConnectionPool
 from raykv.transport.striped_read import StripedReads
 from raykv.types import NodeId
@@ -29,12 +30,18 @@ PROMOTE_SLACK_S: Final = 0.05
 
 
 class DataPath(Protocol):
-    """One way to read chunks from members (nodes). Thread-safe. `name` is the path's name, such as "shm" or "tcp"."""
+    """One way to move chunks between this process and members (nodes). Thread-safe.
+
+    Attributes:
+        name: The path's name, such as "shm" or "tcp".
+        writes: Whether the path can write, too.
+    """
 
     name: str
+    writes: bool = False
 
     def can_reach(self, member: Member, *, deadline_s: float) -> bool:
-        """Return whether this path can read from a member. Raises nothing.
+        """Return whether this path can reach a member. Raises nothing.
 
         The first call for a member may connect to the member. If the member does not answer, the result is False.
         """
@@ -50,6 +57,17 @@ class DataPath(Protocol):
         """
         ...
 
+    def write(self, member: Member, write: BulkWrite, *, deadline_s: float) -> int:
+        """Write chunks to a member. Only paths with `writes` are called.
+
+        Returns:
+            The number of chunks that the member has stored; see also the attributes of `write`.
+
+        Raises:
+            RayKVError: The member does not answer, or refuses.
+        """
+        raise NotImplementedError
+
     def stats(self) -> dict[str, Any]:
         """Return the path's state, for people: what has failed, and why. Empty: nothing to tell."""
         return {}
@@ -64,15 +82,23 @@ class DataPath(Protocol):
 
 
 class DataPaths:
-    """The data paths of one reader, in order of preference."""
+    """The data paths of one client or node, in order of preference."""
 
     def __init__(self, paths: Iterable[DataPath]) -> None:
         self._paths = tuple(paths)
 
-    def choose(self, member: Member, *, deadline_s: float) -> DataPath:
-        """Return the first path that can reach a member. Raises TransientError if no path can."""
+    def prefer(self, path: DataPath) -> None:
+        """Prefer a further path to all others."""
+        self._paths = (path, *self._paths)
+
+    def choose(self, member: Member, *, deadline_s: float, writes: bool = False) -> DataPath:
+        """Return the first path that can reach a member; with `writes`, the first that can also write.
+
+        Raises:
+            TransientError: No path can.
+        """
         for path in self._paths:
-            if path.can_reach(member, deadline_s=deadline_s):
+            if (path.writes or not writes) and path.can_reach(member, deadline_s=deadline_s):
                 return path
         tried, offered = (", ".join(names) or "none" for names in ([p.name for p in self._paths], member.endpoints))
         raise TransientError(f"no data path ({tried}) leads to {member.node_id!r}; its endpoints: {offered}")
@@ -93,11 +119,11 @@ class DataPaths:
 
 
 class PathEnvironment(NamedTuple):
-    """The parameters that a reader passes to each data path that it opens.
+    """The parameters that a client or a node passes to each data path that it opens.
 
     Attributes:
-        pool: Links for requests to nodes. The reader closes the pool.
-        host: Identity of the reader's host.
+        pool: Links for requests to nodes. The caller closes the pool.
+        host: Identity of the caller's host.
         verify: "always": compare all checksums. "remote": compare only checksums of reads over links. "never": compare
             no checksums.
         threads: Threads for large copies.
@@ -115,9 +141,9 @@ class PathEnvironment(NamedTuple):
 
 
 class LinkPath(DataPath):
-    """Reads over the TCP links of a pool: over several NICs, if the node or this host names them."""
+    """Reads and writes over the TCP links of a pool. Large reads use several NICs, if the node or this host names them."""
 
-    name = "tcp"
+    name, writes = "tcp", True
 
     def __init__(self, environment: PathEnvironment) -> None:
         self._pool, self._verify = environment.pool, environment.verify != "never"
@@ -136,6 +162,11 @@ class LinkPath(DataPath):
             lambda link: bulk.read(link, deadline_s=deadline_s),
             deadline_s=deadline_s,
             arrived_nbytes=lambda: run.progress.nbytes(run.arrived[before:]),
+        )
+
+    def write(self, member: Member, write: BulkWrite, *, deadline_s: float) -> int:
+        return self._pool.ask(
+            member.address, lambda link: write.send(link, deadline_s=deadline_s), deadline_s=deadline_s
         )
 
     def stats(self) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class Link:
         pick: Callable[[Answer], Runs],
         closing: Callable[[], Message] | None = None,
         *,
+        opening: Callable[[Answer], Message] | None = None,
         deadline_s: float,
     ) -> Answer:
         """Send a Write, and its payload after the first answer. Returns the second answer.
@@ -116,11 +117,15 @@ class Link:
             pick: Computes the payload from the first answer.
             closing: Makes the message that follows the payload. It is called after the payload was sent. None: no
                 message follows.
+            opening: Makes the message before the payload from the first answer. It is called before `pick`. None: no
+                message precedes the payload.
             deadline_s: When to give up.
         """
         request_id = self._next_id
         first = self.call(request, deadline_s=deadline_s)
         try:
+            if opening is not None:
+                self._stream.send(encode(opening(first), self.epoch, request_id), deadline_s)
             self._stream.send_runs(pick(first), deadline_s)
             if closing is not None:
                 self._stream.send(encode(closing(), self.epoch, request_id), deadline_s)

@@ -262,6 +262,8 @@ class SocketServer:
         try:
             message = encode(reply.answer, self._service.epoch, request_id)
             stream.send_with(message, reply.outgoing, stall_s=stall_s)
+            if reply.opening is not None:
+                reply.opening(stream.message(time.monotonic() + stall_s)[0])
             for run in reply.incoming:
                 stream.fill(run, time.monotonic() + stall_s)
             if reply.closing is not None:

@@ -198,8 +198,8 @@ def test_links_to_nodes_that_have_left_are_closed():
         put(running.client(SPACE, node=0), names(60), chained=False)
         running.settle()
         pool, gone = running.nodes[0]._pool, running.nodes[2].member.address
-        wait_until(lambda: gone in pool._idle)
+        wait_until(lambda: (gone, "") in pool._idle)
         running.nodes[2].stop(unlink=True)
         running.settle()
-        assert gone not in pool._idle
-        assert running.nodes[1].member.address in pool._idle
+        assert (gone, "") not in pool._idle
+        assert (running.nodes[1].member.address, "") in pool._idle

@@ -101,7 +101,7 @@ def test_a_node_that_drains_or_has_no_tier_of_its_own_takes_nothing(node, tmp_pa
 
 def test_damaged_chunks_are_not_stored(node, monkeypatch):
     def damaged(self: BulkWrite) -> Any:
-        self._checksums[0] ^= 1
+        self._sent[0] ^= 1
         return closing_message(self)
 
     closing_message = BulkWrite._closing

@@ -1,4 +1,4 @@
-"""Serves readers that use RDMA: connects their queue pairs, and registers the node's memory for them."""
+"""Serves peers that use RDMA: connects their queue pairs, and registers the node's memory for them."""
 
 import logging
 import threading
@@ -9,6 +9,7 @@ import numpy as np
 
 from raykv.errors import ConfigError, UsageError
 from raykv.node.handlers.read import ReadHandler
+from raykv.node.peers import Peers
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import messages
 from raykv.storage.store import Store
@@ -22,15 +23,22 @@ log = logging.getLogger(__name__)
 
 
 class RdmaHandler:
-    """Connects queue pairs of readers, and tells where chunks are.
+    """Connects queue pairs of peers, and tells where chunks are.
 
     Attributes:
-        reason: Why the node is not read over RDMA; empty if it is.
+        reason: Why peers do not reach the node over RDMA; empty if they do.
     """
 
-    def __init__(self, store: Store, lock: threading.Lock, reads: ReadHandler, devices: tuple[str, ...] | None) -> None:
-        """`devices`: names of the devices to use; empty for all. None: no RDMA."""
-        self._store, self._lock, self._reads, self._devices = store, lock, reads, devices
+    def __init__(
+        self,
+        store: Store,
+        lock: threading.Lock,
+        reads: ReadHandler,
+        peers: Peers,
+        devices: tuple[str, ...] | None,
+    ) -> None:
+        """Take the node's parts. `devices`: names of the devices to use; empty for all. None: no RDMA."""
+        self._store, self._lock, self._reads, self._peers, self._devices = store, lock, reads, peers, devices
         self._exports: Exports | None = None
         self.reason = "it is turned off" if devices is None else rdma.missing() or "the devices are not open yet"
         self.table: HandlerTable = {messages.ConnectRdma: self._connect, messages.Find: self._find}
@@ -38,21 +46,22 @@ class RdmaHandler:
     def run(self, stopping: threading.Event, on_open: Callable[[str], None]) -> None:
         """Open the devices, and register memory until the node stops. Returns at once if there is no device.
 
-        This takes long, because pyverbs has to be imported. So the node serves already, and is read over TCP.
+        This takes long, because pyverbs has to be imported. So the node serves already, and peers use TCP.
 
         Args:
             stopping: Set when the node stops. Then `wake` must be called.
-            on_open: Called with the addresses of the devices when readers can connect.
+            on_open: Called with the addresses of the devices when peers can connect.
         """
         if self._devices is None or rdma.missing():
             return
         store = self._store
         try:
             from raykv.transport.rdma.exports import Exports
+            from raykv.transport.rdma.path import RdmaPath
 
             exports = Exports.open(store.arena, store.table, self._devices)
         except (ImportError, ConfigError) as error:  # pyverbs does not match libibverbs, or a device is not there
-            log.error("peers read this node over TCP only: %s", error)
+            log.error("peers reach this node over TCP only: %s", error)
             self.reason = str(error)
             return
         if exports is None:
@@ -64,7 +73,8 @@ class RdmaHandler:
             for extent in np.flatnonzero(store.table.extent_slots).tolist():
                 exports.add(extent * size, size)
             self._exports, self.reason = exports, ""
-        log.info("peers can read this node over RDMA: %s", exports.devices)
+        log.info("peers can reach this node over RDMA: %s", exports.devices)
+        self._peers.prefer(RdmaPath(self._peers.environment, exports))
         on_open(",".join(device.gid for device in exports.devices))
         exports.run(stopping)
 
@@ -80,15 +90,14 @@ class RdmaHandler:
 
     def _connect(self, request: messages.ConnectRdma, session: NodeSession) -> Reply:
         if self._exports is None:
-            raise UsageError(f"this node cannot be read over RDMA: {self.reason}")
+            raise UsageError(f"this node cannot be reached over RDMA: {self.reason}")
         if session.queue_pairs is not None:  # the peer connects again, because a rail of it is back
             session.queue_pairs.close()
         session.queue_pairs, answer = self._exports.connect(request.ends)
         return Reply(answer)
 
     def _find(self, request: messages.Find, session: NodeSession) -> Reply:
-        if self._exports is None or session.queue_pairs is None:
-            raise UsageError("this connection has no queue pairs: send ConnectRdma first")
+        pairs = session.require_queue_pairs()
         pinned, choices, numbers = self._reads.look(request)
         offsets = pinned.offsets * (pinned.rows >= 0)
         generations = self._store.table.columns.generation[pinned.rows]
@@ -100,14 +109,14 @@ class RdmaHandler:
                 nbytes=pinned.nbytes.tobytes(),
                 checksums=pinned.checksums.tobytes(),
                 generations=generations.tobytes(),
-                remote_keys=self._exports.remote_keys(offsets, session.queue_pairs.rails),
+                remote_keys=pairs.remote_keys(offsets),
                 choices=choices,
                 places=numbers,
             )
         )
 
     def stats(self) -> dict[str, object]:
-        """Return the devices and what is registered."""
+        """Return the devices, what is registered, and what peers have written."""
         exports = self._exports
         if exports is None:
             return {"reason": self.reason}
@@ -115,5 +124,7 @@ class RdmaHandler:
             "devices": [f"{device.name}:{device.port}" for device in exports.devices],
             "registered_nbytes": exports.registered_nbytes,
             "queue_pairs": exports.open_pairs,
+            "received": exports.received,
+            "received_nbytes": exports.received_nbytes,
             "reason": exports.refused,
         }

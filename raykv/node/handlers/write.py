@@ -123,8 +123,9 @@ class WriteHandler:
         batch, now_s = _batch_in(request), time.monotonic()
         if len(request.replica) not in (0, KEY_NBYTES):
             raise UsageError(f"field 'replica': {len(request.replica)} bytes, where a key of {KEY_NBYTES} was due")
+        pairs = session.require_queue_pairs() if request.rdma else None
         if request.below:
-            return self._below.reply(request.group, batch, most=self._most_slots(session, request.nbytes))
+            return self._below.reply(request.group, batch, pairs, most=self._most_slots(session, request.nbytes))
         protect = [batch.keys, *(() if batch.parent is None else (batch.parent,))]
         with self._lock:
             group = self._store.groups.number(request.group)
@@ -136,7 +137,7 @@ class WriteHandler:
             slots = self._store.lend(group, request.nbytes, count, protect=protect, now_s=now_s)
             session.add_lent(slots.rows, request.nbytes)
         positions = missing[: len(slots.rows)]
-        incoming = Incoming(self._store.arena.view, batch.nbytes, slots, positions)
+        incoming = Incoming(self._store.arena.view, batch.nbytes, slots, positions, pairs)
 
         def store(written: Written) -> int:
             count = self._commit_written(group, batch, written, session)

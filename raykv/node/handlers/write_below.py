@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from raykv.tier.mover import TierMover
 from raykv.transport.base import Reply
 from raykv.types import Batch
 
+if TYPE_CHECKING:
+    from raykv.transport.rdma.exports import PeerPairs
+
 
 class BelowWriter:
     """Serves a Write with `below`. Takes only what the tier can hold without removing other chunks."""
@@ -21,8 +25,10 @@ class BelowWriter:
     def __init__(self, store: Store, lock: threading.Lock, mover: TierMover) -> None:
         self._store, self._lock, self._mover, self._transit = store, lock, mover, mover.transit
 
-    def reply(self, group_digest: bytes, batch: Batch, *, most: int) -> Reply:
+    def reply(self, group_digest: bytes, batch: Batch, pairs: "PeerPairs | None", *, most: int) -> Reply:
         """Receive at most `most` chunks that are neither in memory nor in a tier, and store them in a tier.
+
+        `pairs`: as for `Incoming`.
 
         Raises:
             UsageError: A field of the batch is wrong.
@@ -35,7 +41,7 @@ class BelowWriter:
         missing = missing[self._mover.find(batch.keys[missing])[1] == 0]
         tier, slots = self._transit.lend(group, batch.nbytes, min(len(missing), most))
         positions, handed = missing[: len(slots.rows)], list[int]()
-        incoming = Incoming(self._store.arena.view, batch.nbytes, slots, positions)
+        incoming = Incoming(self._store.arena.view, batch.nbytes, slots, positions, pairs)
 
         def store(written: Written) -> int:
             require_batch(batch, written)

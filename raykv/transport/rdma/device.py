@@ -11,9 +11,9 @@ from raykv.transport.rdma import DEVICES, verbs
 
 log = logging.getLogger(__name__)
 
-REMOTE: Final = (
-    verbs.enums.IBV_ACCESS_LOCAL_WRITE | verbs.enums.IBV_ACCESS_REMOTE_READ | verbs.enums.IBV_ACCESS_REMOTE_WRITE
-)
+READABLE: Final = int(verbs.enums.IBV_ACCESS_REMOTE_READ)
+WRITABLE: Final = READABLE | int(verbs.enums.IBV_ACCESS_REMOTE_WRITE)
+"""What peers may do with registered memory, or over a queue pair. 0: nothing."""
 IPV4: Final = "0000:0000:0000:0000:0000:ffff:"
 """Addresses that stand for an IPv4 address begin so."""
 
@@ -44,20 +44,19 @@ class Device:
     def __repr__(self) -> str:
         return f"{self.name}:{self.port} ({self.gid})"
 
-    def register(self, address: int, nbytes: int, *, remote: bool) -> Any:
+    def register(self, address: int, nbytes: int, *, remote: int) -> Any:
         """Register memory of this process. It stays in place until the registration's `close`.
 
         Args:
             address: The memory's address. The memory must have real pages.
             nbytes: Its length.
-            remote: Whether peers may read and write the memory.
+            remote: What peers may do with the memory: 0, READABLE or WRITABLE.
 
         Raises:
             CapacityError: The kernel or the device refuses; usually the limit of locked memory is too low.
         """
-        access = REMOTE if remote else verbs.enums.IBV_ACCESS_LOCAL_WRITE
         try:
-            return verbs.MR(self.pd, nbytes, access, address=address)
+            return verbs.MR(self.pd, nbytes, remote | verbs.enums.IBV_ACCESS_LOCAL_WRITE, address=address)
         except verbs.PyverbsError as error:
             raise CapacityError(
                 f"{self.name} cannot register {nbytes:,} bytes ({error}): raise the limit of locked memory (ulimit -l)"

@@ -1,4 +1,7 @@
-"""A node's memory, registered with the RDMA devices of its host, so that peers can read it without the node's CPU."""
+"""A node's memory, registered with the RDMA devices of its host.
+
+Peers read it, and write to slots that were lent to them, without the node's CPU. The node itself sends from it.
+"""
 
 import logging
 import threading
@@ -15,7 +18,7 @@ from raykv.memory.table import Table
 from raykv.protocol.messages import RdmaConnected
 from raykv.protocol.rdma import QueuePairEnd
 from raykv.transport.forking import abandon, drop_after_fork
-from raykv.transport.rdma.device import Device, open_devices
+from raykv.transport.rdma.device import READABLE, WRITABLE, Device, open_devices
 from raykv.transport.rdma.queue_pair import Broken, QueuePair
 
 log = logging.getLogger(__name__)
@@ -31,13 +34,14 @@ MAX_QUEUE_PAIRS: Final = 4096
 class Exports:
     """The registered memory of one node. Thread-safe.
 
-    An extent of the arena is registered in the background, after it got real memory. Until then, peers read its chunks
-    over TCP. The records of the table are registered at the start.
+    An extent of the arena is registered in the background, after it got real memory. Until then, its chunks go over
+    TCP. The records of the table are registered at the start; peers can only read them.
 
     Attributes:
         devices: The ports, one for each rail.
         refused: Why memory could not be registered; empty if all was.
         open_pairs: Number of open queue pairs of peers.
+        received, received_nbytes: Chunks, and their bytes, that peers have written and that were intact.
     """
 
     def __init__(self, arena: SharedMemory, table: Table, devices: list[Device]) -> None:
@@ -49,10 +53,11 @@ class Exports:
         self.devices, self.refused = devices, ""
         self._arena, self._extent_nbytes = arena, table.extent_nbytes
         self._keys: npt.NDArray[np.uint32] = np.zeros((len(devices), table.extents), np.uint32)
+        self._local_keys = np.zeros_like(self._keys)
         self._waiting: deque[int] = deque()
         self._due = threading.Event()
         self._lock = threading.Lock()
-        self.open_pairs = 0
+        self.open_pairs = self.received = self.received_nbytes = 0
         self._registrations: list[Any] = []
         drop_after_fork(self)
         offset, nbytes = table.place_of_records
@@ -62,7 +67,7 @@ class Exports:
         self._records = table.memory.address + offset
         self._record_keys = []
         for device in devices:
-            registration = device.register(self._records, nbytes, remote=True)
+            registration = device.register(self._records, nbytes, remote=READABLE)
             self._registrations.append(registration)
             self._record_keys.append(int(registration.rkey))
 
@@ -73,7 +78,7 @@ class Exports:
         try:
             return cls(arena, table, devices) if devices else None
         except CapacityError as error:
-            log.warning("peers read this node over TCP only: %s", error)
+            log.warning("peers reach this node over TCP only: %s", error)
             return None
 
     def add(self, offset: int, nbytes: int) -> None:
@@ -105,13 +110,14 @@ class Exports:
         address = self._arena.address + extent * self._extent_nbytes
         for rail, device in enumerate(self.devices):
             try:
-                registration = device.register(address, self._extent_nbytes, remote=True)
+                registration = device.register(address, self._extent_nbytes, remote=WRITABLE)
             except CapacityError as error:
                 self.refused = str(error)
-                log.warning("peers read the rest of this node's memory over TCP: %s", error)
+                log.warning("peers reach the rest of this node's memory over TCP: %s", error)
                 return
             with self._lock:
                 self._registrations.append(registration)
+            self._local_keys[rail, extent] = registration.lkey
             self._keys[rail, extent] = registration.rkey
 
     @property
@@ -123,6 +129,15 @@ class Exports:
         """Return the key (u32) of the registration of each chunk, for each of the rails; 0 where there is none."""
         extents = (offsets // np.uint64(self._extent_nbytes)).astype(np.int64)
         return self._keys[rails][:, extents].tobytes()
+
+    def local_keys(self, address: int, nbytes: int) -> tuple[int, ...]:
+        """Return the local key of a chunk's registration for each device; empty if it is not registered here."""
+        extent, within = divmod(address - self._arena.address, self._extent_nbytes)
+        if not 0 <= extent < self._keys.shape[1] or within + nbytes > self._extent_nbytes:
+            return ()
+        if not self._keys[:, extent].all():
+            return ()
+        return tuple(self._local_keys[:, extent].tolist())
 
     def connect(self, ends: tuple[QueuePairEnd, ...]) -> "tuple[PeerPairs, RdmaConnected]":
         """Connect queue pairs with a peer's ends. The rails serve the ends in turn.
@@ -171,7 +186,7 @@ class Exports:
             pair = None
             try:
                 pair = QueuePair(self.devices[rail])
-                pair.connect(end)
+                pair.connect(end, remote=WRITABLE)
                 return rail, pair
             except Broken as error:
                 reason = reason or error
@@ -179,6 +194,12 @@ class Exports:
                     pair.close()
         assert reason is not None
         raise reason
+
+    def count_received(self, chunks: int, nbytes: int) -> None:
+        """Count chunks that a peer has written."""
+        with self._lock:
+            self.received += chunks
+            self.received_nbytes += nbytes
 
     def release(self, count: int) -> None:
         """Count queue pairs that were closed."""
@@ -196,14 +217,26 @@ class Exports:
 
 
 class PeerPairs:
-    """The queue pairs of one connection to a peer. `rails`: the rail of each."""
+    """The queue pairs of one connection to a peer, which reads and writes over them."""
 
     def __init__(self, exports: Exports, pairs: list[QueuePair], rails: list[int], count: int) -> None:
-        self.rails = rails
-        self._exports, self._pairs, self._count = exports, pairs, count
+        self._exports, self._pairs, self._rails, self._count = exports, pairs, rails, count
+
+    @property
+    def closed(self) -> bool:
+        """Whether the queue pairs were destroyed."""
+        return not self._count
+
+    def remote_keys(self, offsets: npt.NDArray[np.uint64]) -> bytes:
+        """Return `Exports.remote_keys` for these queue pairs."""
+        return self._exports.remote_keys(offsets, self._rails)
+
+    def count_received(self, chunks: int, nbytes: int) -> None:
+        """Count chunks that the peer has written."""
+        self._exports.count_received(chunks, nbytes)
 
     def close(self) -> None:
-        """Destroy the queue pairs. A second call does nothing."""
+        """Destroy the queue pairs. After that, the peer writes to no memory any more. A second call does nothing."""
         count, self._count = self._count, 0
         self._exports.release(count)
         for pair in self._pairs if count else ():

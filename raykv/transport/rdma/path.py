@@ -1,4 +1,4 @@
-"""The data path over RDMA. What it cannot read goes over TCP, without the caller's help."""
+"""The data path over RDMA. What it cannot move goes over TCP, without the caller's help."""
 
 import logging
 import threading
@@ -10,12 +10,15 @@ from weakref import WeakKeyDictionary
 from raykv.errors import CapacityError, UsageError
 from raykv.protocol.placement import Member
 from raykv.transport.bulk_read import ReadRun
+from raykv.transport.bulk_write import BulkWrite
 from raykv.transport.data_path import DataPath, LinkPath, PathEnvironment
 from raykv.transport.forking import abandon, drop_after_fork
 from raykv.transport.link import Link
 from raykv.transport.rdma.device import Device, open_devices
+from raykv.transport.rdma.exports import Exports
 from raykv.transport.rdma.queue_pair import Broken
 from raykv.transport.rdma.remote_read import RemoteRead
+from raykv.transport.rdma.remote_write import RemoteWrite
 from raykv.transport.rdma.staging import Stages
 from raykv.transport.rdma.transfer import Connection, LocalRails
 from raykv.types import NodeId
@@ -25,7 +28,7 @@ log = logging.getLogger(__name__)
 FAIR_S: Final = 0.05
 """A read that misses its deadline counts against RDMA only if it had this much time and no chunk has arrived."""
 RETRY_S: Final = 10.0
-"""After RDMA to a node has failed, the node is read over TCP for this long."""
+"""After RDMA to a node has failed, its chunks go over TCP for this long."""
 
 
 class Opened:
@@ -33,11 +36,17 @@ class Opened:
 
     Attributes:
         devices: The ports that are used.
+        exports: The registered memory of this process's node, whose devices are used. None: this is no node.
     """
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        """Open the devices in `names`, or all if it is empty. Raises ConfigError if one does not exist."""
-        self.devices: list[Device] = open_devices(names)
+    def __init__(self, names: tuple[str, ...], exports: Exports | None = None) -> None:
+        """Use the devices of `exports`. Without it, open those in `names`, or all if it is empty.
+
+        Raises:
+            ConfigError: A device in `names` does not exist.
+        """
+        self.exports = exports
+        self.devices: list[Device] = open_devices(names) if exports is None else exports.devices
         self.stages = Stages(self.devices)
         self.rails = LocalRails(self.devices) if self.devices else None
         self.connections: WeakKeyDictionary[Link, Connection] = WeakKeyDictionary()
@@ -46,21 +55,29 @@ class Opened:
         for connection in list(self.connections.values()):
             connection.close()
         self.stages.close()
-        for device in self.devices:
+        for device in self.devices if self.exports is None else ():
             device.close()
 
 
 class RdmaPath(DataPath):
-    """Reads over the RDMA devices of this host. Each link of the pool has its own queue pairs."""
+    """Reads and writes over the RDMA devices of this host. Each link of the pool has its own queue pairs."""
 
-    name = "rdma"
+    name, writes = "rdma", True
 
-    def __init__(self, environment: PathEnvironment) -> None:
-        """Open the devices. Raises ConfigError if one that `environment` names does not exist."""
+    def __init__(self, environment: PathEnvironment, exports: Exports | None = None) -> None:
+        """Open the devices, or use those of a node.
+
+        Args:
+            environment: The caller's links, and the names of the devices.
+            exports: The registered memory of this process's node. It is closed after this path. None: this is no node.
+
+        Raises:
+            ConfigError: A device that `environment` names does not exist.
+        """
         self._environment, self._tcp = environment, LinkPath(environment)
         self._verify = environment.verify != "never"
-        self._opened: Opened | None = Opened(environment.rdma or ())
-        self._failed: dict[NodeId, tuple[float, str]] = {}  # until when a node is read over TCP, and why
+        self._opened: Opened | None = Opened(environment.rdma or (), exports)
+        self._failed: dict[NodeId, tuple[float, str]] = {}  # until when a node's chunks go over TCP, and why
         self._opening = threading.Lock()
         drop_after_fork(self)
 
@@ -105,20 +122,47 @@ class RdmaPath(DataPath):
             reading = RemoteRead(run, connection, opened.stages, opened.rails, verify=self._verify, threads=threads)
             left = reading.read(link, deadline_s=deadline_s)
         except (Broken, CapacityError, UsageError) as error:
-            now_s = time.monotonic()
-            if now_s < deadline_s or (len(run.arrived) == before and deadline_s - began_s >= FAIR_S):
-                log.warning("%s is read over TCP for %.0f s: %s", member.node_id, RETRY_S, error)
-                self._failed[member.node_id] = now_s + RETRY_S, str(error)
+            if time.monotonic() < deadline_s or (len(run.arrived) == before and deadline_s - began_s >= FAIR_S):
+                self._avoid(member, str(error))
             run.begin("rdma")  # TCP finds out again what is not here
             return run.missing
         return left
+
+    def write(self, member: Member, write: BulkWrite, *, deadline_s: float) -> int:
+        return self._environment.pool.ask(
+            member.address, lambda link: self._write(link, member, write, deadline_s), deadline_s=deadline_s
+        )
+
+    def _write(self, link: Link, member: Member, write: BulkWrite, deadline_s: float) -> int:
+        """Write over RDMA, and over TCP what RDMA cannot write. Returns how many chunks the node has stored."""
+        try:
+            opened = self._devices()
+            assert opened.rails is not None
+            connection = self._connection(link, opened, opened.rails, deadline_s)
+        except (Broken, CapacityError, UsageError) as error:
+            self._avoid(member, str(error))
+            return write.send(link, deadline_s=deadline_s)
+        placer = RemoteWrite(connection, opened.stages, opened.rails, opened.exports, threads=self._environment.threads)
+        try:
+            stored = write.send(link, placer, deadline_s=deadline_s)
+        finally:
+            if placer.failure:
+                self._avoid(member, placer.failure)
+        if stored < placer.placed:
+            connection.close()  # the node destroys its ends if bytes were wrong
+        return stored
+
+    def _avoid(self, member: Member, reason: str) -> None:
+        """Use TCP for a node for a while."""
+        log.warning("chunks of %s go over TCP for %.0f s: %s", member.node_id, RETRY_S, reason)
+        self._failed[member.node_id] = time.monotonic() + RETRY_S, reason
 
     def stats(self) -> dict[str, Any]:
         rails = self._devices().rails
         return {"over_tcp": self._over_tcp(), "ports": {} if rails is None else rails.stats()}
 
     def _over_tcp(self) -> dict[NodeId, str]:
-        """Return the nodes that are read over TCP, because RDMA to them has failed, and why."""
+        """Return the nodes whose chunks go over TCP, because RDMA to them has failed, and why."""
         now_s = time.monotonic()
         return {name: why for name, (until_s, why) in list(self._failed.items()) if now_s < until_s}
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from raykv.errors import PeerUnavailable
 from raykv.protocol.rdma import QueuePairEnd
 from raykv.transport.rdma import neighbours, verbs
-from raykv.transport.rdma.device import REMOTE, Device
+from raykv.transport.rdma.device import Device
 
 DEPTH: Final = 1024
 """At most this many requests of one queue pair are in flight."""
@@ -80,10 +80,15 @@ class QueuePair:
         device = self.device
         return QueuePairEnd(device.gid, device.lid, int(self._pair.qp_num), self._psn, device.mtu)
 
-    def connect(self, peer: QueuePairEnd) -> None:
-        """Connect to the other end. Raises Broken if the device refuses the address, or nobody answers there."""
+    def connect(self, peer: QueuePairEnd, *, remote: int) -> None:
+        """Connect to the other end. Raises Broken if the device refuses the address, or nobody answers there.
+
+        Args:
+            peer: The other end.
+            remote: What the peer may do with registered memory over this queue pair: see `device.WRITABLE`.
+        """
         device, attributes = self.device, verbs.QPAttr(port_num=self.device.port)
-        attributes.qp_access_flags = REMOTE
+        attributes.qp_access_flags = remote
         attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.number, peer.psn, self._psn
         attributes.path_mtu = min(device.mtu, peer.mtu)
         attributes.max_rd_atomic = attributes.max_dest_rd_atomic = READS_AT_ONCE

@@ -19,13 +19,11 @@ from raykv.protocol.codec import array, expect
 from raykv.transport.bulk_read import PART_KEYS, ReadRun
 from raykv.transport.link import Link
 from raykv.transport.rdma.queue_pair import Late
-from raykv.transport.rdma.staging import STAGE_NBYTES, Stage, Stages
+from raykv.transport.rdma.staging import STAGE_NBYTES, Stage, Stages, aligned
 from raykv.transport.rdma.transfer import Connection, Item, LocalRails, Transfer
 
 PART_NBYTES: Final = STAGE_NBYTES
 """One request asks for chunks of at most this many bytes, or for one chunk."""
-ALIGNMENT_NBYTES: Final = 64
-"""Chunks in a stage begin at multiples of this."""
 
 
 class Source(NamedTuple):
@@ -53,12 +51,12 @@ class Window:
     def fits(self, source: Source) -> bool:
         """Whether there is room for a further chunk, and for the records of all chunks behind them."""
         records = (len(self.sources) + 1) * RECORD.itemsize
-        return self.used + _aligned(source.nbytes) + records <= STAGE_NBYTES
+        return self.used + aligned(source.nbytes) + records <= STAGE_NBYTES
 
     def add(self, source: Source) -> None:
         self.sources.append(source)
         self.starts.append(self.used)
-        self.used += _aligned(source.nbytes)
+        self.used += aligned(source.nbytes)
 
 
 class RemoteRead:
@@ -194,26 +192,28 @@ class RemoteRead:
 
     def _start(self, window: Window, deadline_s: float) -> None:
         """Post the reads of all chunks. Large windows are divided among the rails."""
-        assert window.stage is not None
-        arena = self._connection.arena
+        arena, stage = self._connection.arena, window.stage
+        assert stage is not None
         items = [
-            Item(start, arena + source.offset, source.keys, source.nbytes)
+            Item(stage.address + start, stage.keys, arena + source.offset, source.keys, source.nbytes)
             for source, start in zip(window.sources, window.starts, strict=True)
         ]
-        window.transfer = Transfer(self._connection, self._rails, window.stage, items)
+        window.transfer = Transfer(self._connection, self._rails, items)
         window.transfer.start(deadline_s)
 
     def _begin_end(self, window: Window, deadline_s: float) -> None:
         """Wait for all chunks. Then post the reads of the records, which lie behind the chunks in the stage."""
+        stage = window.stage
         assert window.transfer is not None
-        assert window.stage is not None
+        assert stage is not None
         window.transfer.wait(deadline_s)
         records, keys, size = self._connection.records, self._connection.record_keys, RECORD.itemsize
+        behind = stage.address + window.used
         items = [
-            Item(window.used + number * size, records + source.row * size, keys, size)
+            Item(behind + number * size, stage.keys, records + source.row * size, keys, size)
             for number, source in enumerate(window.sources)
         ]
-        window.transfer = Transfer(self._connection, self._rails, window.stage, items)
+        window.transfer = Transfer(self._connection, self._rails, items)
         window.transfer.start(deadline_s)
 
     def _end(self, window: Window, held: list[Window], deadline_s: float) -> None:
@@ -243,7 +243,3 @@ class RemoteRead:
             scatter(chunk, targets)
             checksum = checksum_of([chunk]) if self._verify else source.checksum
         return not self._verify or checksum == source.checksum
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES

@@ -1,4 +1,4 @@
-"""Registered memory of a reader: stages, through which bytes reach buffers that are not registered."""
+"""Registered memory of a process: stages, through which bytes go to and from buffers that are not registered."""
 
 import threading
 import time
@@ -10,35 +10,32 @@ from raykv.memory.arena import SharedMemory
 from raykv.transport.rdma.device import Device
 
 STAGE_NBYTES: Final = 32 << 20
-"""Size of a stage. Larger chunks are read over TCP."""
+"""Size of a stage. Larger chunks go over TCP."""
+ALIGNMENT_NBYTES: Final = 64
+"""Chunks in a stage begin at multiples of this."""
 MAX_STAGES: Final = 8
-"""One process has at most this many stages. Further reads wait for a free one."""
+"""One process has at most this many stages. Further reads wait for a free one; further writes go over TCP."""
 
 
 class Stage:
-    """Registered memory. One read uses it at a time.
+    """Registered memory. One transfer uses it at a time.
 
     Attributes:
         view: The memory.
         address: Its address.
+        keys: For each device the local key of the registration.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
         """Take memory and register it. Raises CapacityError if there is no memory, or if a device refuses."""
         memory = self._memory = SharedMemory.create(None, STAGE_NBYTES)  # a fork does not move pages of shared memory
         if not memory.populate(0, STAGE_NBYTES):
-            raise CapacityError(f"no memory for {STAGE_NBYTES:,} bytes to read over RDMA")
+            raise CapacityError(f"no memory for {STAGE_NBYTES:,} bytes to use RDMA")
         self.view, self.address = memory.view, memory.address
         self._registrations: list[Any] = []
-        self._keys: dict[tuple[str, int], int] = {}
         for device in devices:
-            registration = device.register(self.address, STAGE_NBYTES, remote=False)
-            self._registrations.append(registration)
-            self._keys[device.name, device.port] = int(registration.lkey)
-
-    def key(self, device: Device) -> int:
-        """Return the local key of the registration with a device."""
-        return self._keys[device.name, device.port]
+            self._registrations.append(device.register(self.address, STAGE_NBYTES, remote=0))
+        self.keys = tuple(int(registration.lkey) for registration in self._registrations)
 
     def close(self) -> None:
         for registration in self._registrations:
@@ -79,7 +76,7 @@ class Stages:
             raise
 
     def give(self, stage: Stage) -> None:
-        """Give a stage back. No device may still write to it."""
+        """Give a stage back. No device may still use it."""
         with self._changed:
             self._free.append(stage)
             self._changed.notify()
@@ -91,3 +88,8 @@ class Stages:
             self._made -= len(free)
         for stage in free:
             stage.close()
+
+
+def aligned(nbytes: int) -> int:
+    """Return how many bytes of a stage a chunk takes."""
+    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES

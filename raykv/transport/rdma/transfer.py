@@ -1,4 +1,4 @@
-"""Moves bytes from a peer's memory over the rails of a connection. The rails of a host are its RDMA ports."""
+"""Moves bytes from or to a peer's memory over the rails of a connection. The rails of a host are its RDMA ports."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -11,14 +11,13 @@ from raykv.transport.rails.shared import UNKNOWN_RATE, SharedRails
 from raykv.transport.rails.striping import Share
 from raykv.transport.rdma.device import Device
 from raykv.transport.rdma.queue_pair import Broken, Late, Piece, QueuePair
-from raykv.transport.rdma.staging import Stage
 
 PAUSE_S: Final = 2.0
 """A rail that failed is left alone for this long the first time, and for up to four times as long later."""
 
 
 class LocalRails(SharedRails):
-    """The rails of this process's devices, shared by all its reads. Thread-safe.
+    """The rails of this process's devices, shared by all its transfers. Thread-safe.
 
     Attributes:
         devices: The port of each rail.
@@ -63,7 +62,7 @@ class Connection:
             for number, ((rail, pair), end) in enumerate(zip(made, answer.ends, strict=True)):
                 self._end_of[rail] = number
                 try:
-                    pair.connect(end)
+                    pair.connect(end, remote=0)
                 except Broken as error:
                     self.drop(rail, str(error))
                     rails.take_out(rail)  # it is tried again after a pause
@@ -82,6 +81,11 @@ class Connection:
             return rail if rail in works else works[0]
         raise Broken(self._reason or "the connection is closed")
 
+    @property
+    def working(self) -> int:
+        """How many of the queue pairs work."""
+        return sum(pair is not None for pair in self.pairs)
+
     def lacks(self, rails: LocalRails) -> bool:
         """Whether a rail that may be used has no queue pair here, because it failed before."""
         return any(pair is None and rails.admits(rail) for rail, pair in enumerate(self.pairs))
@@ -92,14 +96,14 @@ class Connection:
         return keys[number]
 
     def drop(self, rail: int, reason: str = "") -> None:
-        """Destroy the queue pair of a rail. After that, its device writes to no stage any more."""
+        """Destroy the queue pair of a rail. After that, its device uses no memory of this process any more."""
         self._reason = reason or self._reason
         pair, self.pairs[rail] = self.pairs[rail], None
         if pair is not None:
             pair.close()
 
     def close(self) -> None:
-        """Destroy all queue pairs. When this has returned, no device writes to a stage any more."""
+        """Destroy all queue pairs. When this has returned, no device uses memory of this process any more."""
         for rail in range(len(self.pairs)):
             self.drop(rail)
 
@@ -112,24 +116,34 @@ def _open(device: Device) -> QueuePair | None:
 
 
 class Item(NamedTuple):
-    """Bytes to read. `start`: where they go in the stage. `keys`: the registration's key for each of the ends."""
+    """Bytes to move between two addresses.
 
-    start: int
+    Attributes:
+        local, lkeys: Address here, and the local key of its registration for each rail.
+        remote, rkeys: Address at the peer, and the key of its registration for each of the ends.
+        nbytes: Number of bytes.
+    """
+
+    local: int
+    lkeys: Sequence[int]
     remote: int
-    keys: Sequence[int]
+    rkeys: Sequence[int]
     nbytes: int
 
 
 class Transfer:
-    """One batch of bytes that is read into a stage. What a rail does not bring is read again over the others."""
+    """One batch of bytes to read or to write. What a rail does not move is moved again over the others."""
 
-    def __init__(self, connection: Connection, rails: LocalRails, stage: Stage, items: Sequence[Item]) -> None:
-        self._connection, self._rails, self._stage, self._items = connection, rails, stage, items
+    def __init__(
+        self, connection: Connection, rails: LocalRails, items: Sequence[Item], *, writes: bool = False
+    ) -> None:
+        """`writes`: whether to write to the peer's memory, instead of reading it."""
+        self._connection, self._rails, self._items, self._writes = connection, rails, items, writes
         self._posted: list[tuple[Share, list[int], int, int]] = []  # share, items, the rail that is used, ticket
         self._failed: list[Share] = []
 
     def start(self, deadline_s: float) -> None:
-        """Post the reads. Raises Broken if no rail works."""
+        """Post the requests. Raises Broken if no rail works."""
         self._start(list(range(len(self._items))), deadline_s)
 
     def _start(self, places: list[int], deadline_s: float) -> None:
@@ -146,18 +160,18 @@ class Transfer:
                 raise
 
     def _post(self, share: Share, places: list[int], deadline_s: float) -> None:
-        connection, stage = self._connection, self._stage
+        connection = self._connection
         while True:
             rail = connection.live(share.rail)
             pair = connection.pairs[rail]
             assert pair is not None
-            lkey = stage.key(pair.device)
             pieces = [
-                Piece(stage.address + item.start, lkey, item.remote, connection.key(item.keys, rail), item.nbytes)
+                Piece(item.local, item.lkeys[rail], item.remote, connection.key(item.rkeys, rail), item.nbytes)
                 for item in map(self._items.__getitem__, places)
             ]
+            post = pair.write if self._writes else pair.read
             try:
-                self._posted.append((share, places, rail, pair.read(pieces, deadline_s=deadline_s)))
+                self._posted.append((share, places, rail, post(pieces, deadline_s=deadline_s)))
                 return
             except Late:
                 raise
@@ -165,13 +179,13 @@ class Transfer:
                 connection.drop(rail, str(error))
 
     def wait(self, deadline_s: float) -> None:
-        """Wait until all bytes are in the stage.
+        """Wait until all bytes were moved.
 
-        A rail that failed is taken out if another one brings its bytes. If none does, it was the peer.
+        A rail that failed is taken out if another one moves its bytes. If none does, it was the peer.
 
         Raises:
             Late: The deadline has passed.
-            Broken: No rail brings the bytes.
+            Broken: No rail moves the bytes.
         """
         worked = False
         while self._posted:
@@ -184,7 +198,7 @@ class Transfer:
             except Late:
                 raise
             except Broken as error:
-                self._connection.drop(rail, str(error))  # before its bytes are read again into the same place
+                self._connection.drop(rail, str(error))  # before its bytes go to the same place again
                 del self._posted[0]
                 self._failed.append(share)
                 self._post_again(share, places, deadline_s)
