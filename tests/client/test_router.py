@@ -228,8 +228,8 @@ def test_a_remote_put_that_is_repeated_counts_its_own_chunks_as_stored(monkeypat
         push = Link.push
         calls = []
 
-        def lose_the_first_answer(link, *arguments, deadline_s):
-            answer = push(link, *arguments, deadline_s=deadline_s)
+        def lose_the_first_answer(link, *arguments, **options):
+            answer = push(link, *arguments, **options)
             calls.append(answer)
             if len(calls) == 1:
                 link.close()

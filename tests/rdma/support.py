@@ -30,7 +30,7 @@ class Pair:
     def __init__(self, cluster: Any, **client: Any) -> None:
         self.cluster = cluster
         space = raykv.Namespace(model="m")
-        self.writer = cluster.client(space, node=0)
+        self.writer = cluster.client(space, node=0, timeout_s=TIMEOUT_S)
         self.reader = cluster.client(space, node=1, timeout_s=TIMEOUT_S, **client)
 
     def put(self, sizes: list[int], *, first: int = 0) -> list[str]:
