@@ -141,7 +141,7 @@ class PathEnvironment(NamedTuple):
 
 
 class LinkPath(DataPath):
-    """Reads and writes over the TCP links of a pool. Large reads use several NICs, if the node or this host names them."""
+    """Reads and writes over the TCP links of a pool. Large reads use all NICs that are named."""
 
     name, writes = "tcp", True
 
