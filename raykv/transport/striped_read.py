@@ -10,9 +10,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from raykv.errors import PeerUnavailable, RayKVError, TransientError
 from raykv.protocol.placement import Member
@@ -23,6 +22,9 @@ from raykv.transport.pool import ConnectionPool, End
 from raykv.transport.rails.shared import UNKNOWN_RATE, SharedRails
 from raykv.transport.rails.striping import STRIPED_NBYTES, Share
 from raykv.types import NodeId
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 PAUSE_S: Final = 5.0
 """A rail that failed is left alone for this long the first time, and for up to four times as long later. A probe of a
@@ -103,6 +105,10 @@ class StripedReads:
         """Run a task in a thread. Returns None if no thread can be started."""
         with self._lock:
             if self._threads is None:
+                from concurrent.futures import (
+                    ThreadPoolExecutor,  # imported late, because this makes a node start faster
+                )
+
                 self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="raykv-rail")
             try:
                 return self._threads.submit(task)
@@ -166,6 +172,8 @@ class _StripedRead:
             limit_s = min(SMALL_S, left_s / 2) if self._others(parts[0]) else left_s
             parts[0].read(self.deadline_s - left_s + limit_s)
             return
+        from concurrent.futures import wait
+
         reading: dict[Future[None], _Part] = {}
         try:
             for part in parts:
