@@ -1,5 +1,7 @@
 """While the owners of keys change, the old owners still answer for the chunks that the new owners do not know yet."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -17,11 +19,11 @@ from tests.support.nodes import SPACE, cluster, get, names, put, wait_until
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second view on, nodes announce nothing to new owners."""
-    adopt = Announcer.adopt
+    adopt, patching = Announcer.adopt, threading.Lock()  # patches of two nodes at once would undo each other wrongly
 
     def adopt_in_silence(self: Announcer, view: View) -> None:
         if len(view.members) > 3 or any(not member.weight for member in view.members):
-            with monkeypatch.context() as patch:
+            with patching, monkeypatch.context() as patch:
                 patch.setattr(Announcer, "announce", lambda self, keys: None)
                 adopt(self, view)
         else:
