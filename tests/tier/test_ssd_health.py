@@ -44,7 +44,11 @@ def run(*words: str) -> bool:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Return a function that makes and mounts a file system. All are unmounted at the end of the test."""
+    """Return a function that makes and mounts a file system. All are unmounted at the end of the test.
+
+    Below each there is another one that cannot be written: while a test has unmounted the first one, nobody can begin
+    to use the empty directory.
+    """
     mounted: list[Path] = []
 
     def mount_one(kind: str, nbytes: int, options: str = "noatime") -> Path:
@@ -59,7 +63,8 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
             if not shutil.which("mkfs.ext4") or not run("mkfs.ext4", "-q", "-F", str(image)):
                 pytest.skip("no mkfs.ext4")
             words = ["mount", "-o", f"loop,{options}", str(image), str(path)]
-        if os.geteuid() != 0 or not run(*words):
+        below = ["mount", "-t", "tmpfs", "-o", "ro,size=4k", "tmpfs", str(path)]
+        if os.geteuid() != 0 or not run(*below) or not run(*words):
             pytest.skip("file systems cannot be mounted here")
         mounted.append(path)
         return path
@@ -67,7 +72,8 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     yield mount_one
     for path in mounted:
         thaw(path)
-        run("umount", "-l", str(path))
+        while run("umount", "-l", str(path)):
+            pass
 
 
 def control(path: Path, request: int, argument: bytes | int = 0) -> None:
