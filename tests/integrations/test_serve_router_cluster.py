@@ -164,6 +164,7 @@ def check_burst(app: App) -> None:
     assert sum(asked.computed for asked in answers) <= 1.2 * distinct_tokens(requests), routes
 
 
+@pytest.mark.soak
 def test_sessions_stay_and_a_burst_computes_its_prefix_once():
     from deployments import replicas
 
