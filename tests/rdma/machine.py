@@ -6,7 +6,6 @@ at the same paths. The command's working directory is that of this process.
 """
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.rdma.guest import boot, write_script
 from tests.rdma.packages import Packages, Unavailable, fetch
 
 MODULES: Final = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
@@ -74,28 +74,10 @@ def run(
         place = Path(name)
         shared = place / "shared"
         shared.mkdir()
-        script = RUN.format(
-            environment=" ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items()),
-            directory=shlex.quote(os.getcwd()),
-            setup=setup,
-            command=shlex.join(command),
-        )
-        (shared / "run").write_text(script)
+        write_script(shared, RUN, command, setup, environment)
         _make_initrd(packages, place)
-        try:
-            subprocess.run(
-                _qemu(packages, place, shared, memory),
-                stdin=subprocess.DEVNULL,
-                env=packages.environment,
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise Unavailable(f"the machine did not end within {timeout_s:.0f} s") from error
-        status = shared / "status"
-        if not status.exists():
-            raise Unavailable("the machine did not run its command; its console is above")
-        return int(status.read_text())
+        machine = _qemu(packages, place, shared, memory)
+        return boot(machine, shared, environment=packages.environment, timeout_s=timeout_s)
 
 
 def _make_initrd(packages: Packages, place: Path) -> None:

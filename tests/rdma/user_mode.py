@@ -6,7 +6,6 @@ first call, which takes 10 minutes of processor time. The guest's root is the ho
 
 import fcntl
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,11 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.rdma.guest import boot, write_script
 from tests.rdma.packages import CACHE, Unavailable, fetch, fetch_kernel_source
 
 OPTIONS: Final = Path(__file__).with_name("user_mode.config")
 """What the kernel has beyond the default of User-Mode kernels."""
 BUILD_S: Final = 3600.0
+MEMORY: Final = "6G"
+"""The size of the guest's memory."""
 
 INIT: Final = """#!/bin/bash
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
@@ -97,15 +99,7 @@ def _build(place: Path) -> Path:
     return source / "linux"
 
 
-def run(
-    command: Sequence[str],
-    *,
-    setup: str = ":",
-    environment: dict[str, str],
-    timeout_s: float,
-    memory: str = "6G",
-    backing: str = "/dev/shm",
-) -> int:
+def run(command: Sequence[str], *, setup: str = ":", environment: dict[str, str], timeout_s: float) -> int:
     """Boot the machine, run a command in it as root, and return the command's exit status. Its output goes to stdout.
 
     Args:
@@ -113,8 +107,6 @@ def run(
         setup: A line of shell to run before it.
         environment: Variables for both.
         timeout_s: The machine is ended after this time.
-        memory: The size of the guest's memory.
-        backing: The directory of the file that is the guest's memory.
 
     Raises:
         Unavailable: The kernel cannot be had, or the guest did not boot or not end in time.
@@ -123,34 +115,16 @@ def run(
     with tempfile.TemporaryDirectory(prefix="raykv-rdma-") as name:
         shared = Path(name)
         shared.chmod(0o755)
-        script = RUN.format(
-            environment=" ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items()),
-            directory=shlex.quote(os.getcwd()),
-            setup=setup,
-            command=shlex.join(command),
-        )
-        (shared / "run").write_text(script)
+        write_script(shared, RUN, command, setup, environment)
         init = shared / "init"
         init.write_text(INIT.format(tools=packages.tools, shared=shared))
         init.chmod(0o755)
-        try:
-            subprocess.run(
-                _command(program, init, memory),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "TMPDIR": backing},
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise Unavailable(f"the machine did not end within {timeout_s:.0f} s") from error
-        status = shared / "status"
-        if not status.exists():
-            raise Unavailable("the machine did not run its command; its console is above")
-        return int(status.read_text())
+        variables = {**os.environ, "TMPDIR": "/dev/shm"}  # where the file is that is the guest's memory
+        return boot(_command(program, init), shared, environment=variables, timeout_s=timeout_s)
 
 
-def _command(program: Path, init: Path, memory: str) -> list[str]:
-    command = [str(program), f"mem={memory}", f"ncpus={min(4, os.cpu_count() or 1)}", "seccomp=on"]
+def _command(program: Path, init: Path) -> list[str]:
+    command = [str(program), f"mem={MEMORY}", f"ncpus={min(4, os.cpu_count() or 1)}", "seccomp=on"]
     command += ["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro", f"init={init}"]
     return [*command, "con=null", "con0=null,fd:1", "con1=null,fd:1", "quiet", "loglevel=3", "panic=-1"]
 
