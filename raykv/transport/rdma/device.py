@@ -25,6 +25,7 @@ class Device:
         name: The device's name, such as "mlx5_0".
         port: Number of the port.
         gid, gid_index: The port's address for queue pairs, and its index in the port's table.
+        interface: The network interface of this address; "" if there is none.
         lid: The port's address within an InfiniBand subnet; 0 on Ethernet.
         mtu: The port's MTU, as a number of the enum ibv_mtu.
         gbit_s: The port's rate in Gbit/s; 0 if unknown.
@@ -39,6 +40,7 @@ class Device:
         found = self.context.query_port(port.port)
         self.lid, self.mtu = int(found.lid), int(found.active_mtu)
         self.gid_index = best_gid(port.gids)
+        self.interface = next((gid.netdev for gid in port.gids if gid.index == self.gid_index), "")
         self.gid = str(self.context.query_gid(port.port, self.gid_index).gid)
 
     def __repr__(self) -> str:

@@ -154,13 +154,13 @@ class Exports:
         rails: list[int] = []
         made: list[QueuePair] = []
         answers: list[QueuePairEnd] = []
-        peer, reason = PeerPairs(self, made, rails, len(ends)), ""
+        peer, reasons = PeerPairs(self, made, rails, len(ends)), list[str]()
         try:
             for number, end in enumerate(ends):
                 try:
                     rail, pair = self._connect(number, end)
                 except Broken as error:
-                    reason = str(error)
+                    reasons.append(str(error))
                     rails.append(number % len(self.devices))
                     answers.append(NO_END)
                     continue
@@ -168,7 +168,7 @@ class Exports:
                 rails.append(rail)
                 answers.append(pair.end)
             if not made:
-                raise CapacityError(reason or "no queue pair was asked for")
+                raise CapacityError("; ".join(reasons) or "no queue pair was asked for")
         except BaseException:
             peer.close()
             raise

@@ -95,7 +95,7 @@ class QueuePair:
         attributes.min_rnr_timer, attributes.rnr_retry = 12, 7
         attributes.timeout, attributes.retry_cnt = RETRY_TIMEOUT, RETRIES
         try:
-            if not neighbours.answers(device.gid, peer.gid):
+            if not neighbours.answers(device.gid, peer.gid, device.interface):
                 raise Broken(f"{device.name} cannot connect to {peer.gid}: it does not answer on the local network")
             route = verbs.GlobalRoute(dgid=verbs.GID(peer.gid), sgid_index=device.gid_index)
             attributes.ah_attr = verbs.AHAttr(port_num=device.port, is_global=1, gr=route, dlid=peer.lid)

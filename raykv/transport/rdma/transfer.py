@@ -47,13 +47,18 @@ class Connection:
             Broken: No device works, or none reaches the peer.
             RayKVError: The node refuses: it has no device. Or an error of `Link.call`.
         """
-        self.pairs: list[QueuePair | None] = [_open(device) for device in rails.devices]
-        self._reason = ""  # why the last queue pair failed
+        self.pairs: list[QueuePair | None] = []
+        self._reasons: dict[int, str] = {}  # why the queue pair of a rail failed
+        for rail, device in enumerate(rails.devices):
+            try:
+                self.pairs.append(QueuePair(device))
+            except Broken as error:
+                self.pairs.append(None)
+                self._reasons[rail] = str(error)
         self._end_of: dict[int, int] = {}
         try:
             made = [(rail, pair) for rail, pair in enumerate(self.pairs) if pair is not None]
-            if not made:
-                raise Broken("no RDMA device has room for a queue pair")
+            self.live(0)
             self.ends = len(made)
             request = messages.ConnectRdma(tuple(pair.end for _, pair in made))
             answer = expect(messages.RdmaConnected, link.call(request, deadline_s=deadline_s))
@@ -79,7 +84,7 @@ class Connection:
         works = [number for number, pair in enumerate(self.pairs) if pair is not None]
         if works:
             return rail if rail in works else works[0]
-        raise Broken(self._reason or "the connection is closed")
+        raise Broken("; ".join(self._reasons.values()) or "the connection is closed")
 
     @property
     def working(self) -> int:
@@ -97,7 +102,8 @@ class Connection:
 
     def drop(self, rail: int, reason: str = "") -> None:
         """Destroy the queue pair of a rail. After that, its device uses no memory of this process any more."""
-        self._reason = reason or self._reason
+        if reason:
+            self._reasons[rail] = reason
         pair, self.pairs[rail] = self.pairs[rail], None
         if pair is not None:
             pair.close()
@@ -106,13 +112,6 @@ class Connection:
         """Destroy all queue pairs. When this has returned, no device uses memory of this process any more."""
         for rail in range(len(self.pairs)):
             self.drop(rail)
-
-
-def _open(device: Device) -> QueuePair | None:
-    try:
-        return QueuePair(device)
-    except Broken:
-        return None
 
 
 class Item(NamedTuple):
