@@ -106,6 +106,7 @@ class Router:
         self.paths = open_data_paths(
             PathEnvironment(self.pool, host, config.verify, self.copy_threads, devices, sources)
         )
+        deadline_s = self.deadline(None)  # opening RDMA devices may take seconds, which no node is to blame for
         try:
             self.refresh(deadline_s)
         except BaseException:  # the caller gets no object that it could close

@@ -14,7 +14,9 @@ import raykv
 from raykv.client.parallel import Parallel
 from raykv.errors import ConfigError, PeerUnavailable
 from raykv.protocol.placement import View
+from raykv.transport import data_path
 from raykv.transport.bulk_read import PART_KEYS
+from raykv.transport.data_path import PathEnvironment
 from raykv.transport.link import Link
 from tests.support.clients import remote_client
 from tests.support.nodes import NBYTES, SPACE, cluster, content, names, wait_until
@@ -284,3 +286,15 @@ def test_a_client_whose_node_does_not_reach_the_directory_learns_the_view_from_o
         wait_until(lambda: get(client, names(20)).prefix == 20)  # an answer of another node shows the newer epoch
         assert client.router.view(time.monotonic() + 5.0).epoch == newest
         assert running.nodes[0].view.epoch < newest
+
+
+def test_data_paths_that_open_slowly_take_nothing_from_the_deadline(monkeypatch):
+    """A client imports pyverbs and opens the host's RDMA devices when it connects."""
+    timeout_s = 0.5
+
+    def open_slowly(environment: PathEnvironment) -> None:
+        time.sleep(2 * timeout_s)
+
+    monkeypatch.setattr(data_path, "_openers", {**data_path._openers, "slow": open_slowly})
+    with cluster(1) as running, running.client(SPACE, timeout_s=timeout_s) as client:
+        assert put(client, names(1)).stored == 1
