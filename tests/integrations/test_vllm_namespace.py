@@ -30,7 +30,7 @@ from raykv.integrations.vllm.checks import check_cache, check_engine  # noqa: E4
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
 from raykv.integrations.vllm.connection import Connection  # noqa: E402
 from raykv.integrations.vllm.groups import Groups  # noqa: E402
-from raykv.integrations.vllm.lookups import Lookups, Prompt  # noqa: E402
+from raykv.integrations.vllm.lookups import Lookups, Prompt, hand_off_deadline  # noqa: E402
 from raykv.integrations.vllm.metadata import Scope  # noqa: E402
 from raykv.integrations.vllm.namespace import Scopes, namespace_of  # noqa: E402
 from raykv.integrations.vllm.revision import content_digest  # noqa: E402
@@ -505,7 +505,7 @@ def test_a_ticket_of_an_engine_that_stores_under_other_ranks_is_refused_by_name(
         }
         asked = Prompt(hashes, 0, 127)
         for size, other in ((1, 2), (2, 1)):
-            tickets = lookups[size].tickets(Scope(), hashes, 128, found=[], computed=0)
+            tickets = lookups[size].tickets(Scope(), hashes, 128, found=[], computed=0, deadline_s=hand_off_deadline())
             assert lookups[size].redeem(Scope(), asked, tickets).hit.tokens == 0
             with pytest.raises(raykv.NamespaceMismatch, match=rf"{size} tensor ranks.*under {other}.*'store_tp_size'"):
                 lookups[other].redeem(Scope(), asked, tickets)

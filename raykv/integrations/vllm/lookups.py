@@ -29,8 +29,8 @@ IDLE_WAIT_S: Final = 0.001
 """A step without computation waits at most this long for a lookup. Without this wait the engine's thread would spin and
 hold the GIL, which the lookup needs."""
 HAND_OFF_WAIT_S: Final = 0.003
-"""`tickets` waits at most this long for the nodes to commit the last chunks of a prompt. The decode engine looks up the
-chunks that a ticket does not name."""
+"""A hand-off waits at most this long for its lookups, and for the nodes to commit the last chunks of a prompt. The decode
+engine looks up the chunks that a ticket does not name."""
 COMMIT_POLL_S: Final = 0.0005
 """While `tickets` waits, it looks into this host's memory at this interval."""
 
@@ -62,6 +62,11 @@ class Found(NamedTuple):
 
 
 NOTHING: Final = Found(NO_HIT, {})
+
+
+def hand_off_deadline() -> float:
+    """Return until when a hand-off that begins now may wait, on the monotonic clock."""
+    return time.monotonic() + HAND_OFF_WAIT_S
 
 
 class _Everything:
@@ -142,21 +147,22 @@ class Lookups:
         return self._found(prompt, held)
 
     def tickets(
-        self, scope: Scope, hashes: Hashes, tokens: int, *, found: Sequence[Found], computed: int
+        self, scope: Scope, hashes: Hashes, tokens: int, *, found: Sequence[Found], computed: int, deadline_s: float
     ) -> list[dict[str, Any]]:
         """Make the tickets for a prompt of this many tokens, one for each namespace.
 
-        Waits at most HAND_OFF_WAIT_S until the chunks that the engine has computed are committed. Chunks of workers on
+        Waits until the deadline, or until the chunks that the engine has computed are committed. Chunks of workers on
         this host appear in this host's memory. Chunks of workers on other hosts do not, so a thread asks their owners.
 
         Args:
             found: The results of earlier lookups for this prompt. They name the holders of chunks on other nodes.
             computed: Number of leading tokens that the engine found in its own cache or loaded. It computed the others.
+            deadline_s: See `hand_off_deadline`.
         """
         clients, prompt = self.clients(scope), Prompt(hashes, 0, tokens - 1)
         if not clients:
             return []
-        places, deadline_s = self.places(hashes, 0, tokens), time.monotonic() + HAND_OFF_WAIT_S
+        places = self.places(hashes, 0, tokens)
         names = [self._groups.name(group, hashes, end) for group, end in places]
 
         def look(timeout_s: float) -> dict[Rank, Held]:

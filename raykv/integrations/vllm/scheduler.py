@@ -21,7 +21,7 @@ from raykv.integrations.vllm.events import StoredEvents
 from raykv.integrations.vllm.groups import Group, Groups
 from raykv.integrations.vllm.hints import PARAMETER, HintSender, parse
 from raykv.integrations.vllm.hit_sources import hit_sources
-from raykv.integrations.vllm.lookups import NOTHING, Found, Lookups, Prompt
+from raykv.integrations.vllm.lookups import NOTHING, Found, Lookups, Prompt, hand_off_deadline
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import RayKVStats
@@ -237,12 +237,14 @@ class SchedulerSide:
         if PARAMETER in params:
             handed[PARAMETER] = params[PARAMETER]
         if self._may_store and not tracked.mixed:
+            deadline_s = hand_off_deadline()
             handed["raykv"] = self._lookups.tickets(
                 tracked.scope,
                 request.block_hashes,
                 request.num_prompt_tokens,
-                found=tracked.found,
+                found=tracked.found(deadline_s),
                 computed=max(tracked.cached, tracked.loaded),
+                deadline_s=deadline_s,
             )
         return handed
 

@@ -1,7 +1,8 @@
 """What the scheduler's side knows of the requests."""
 
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -57,11 +58,12 @@ class Tracked:
     hints: RequestHints = NO_HINTS
     mixed: bool = False
 
-    @property
-    def found(self) -> list[Found]:
-        """The results of the lookups that have ended."""
+    def found(self, deadline_s: float) -> list[Found]:
+        """Return the results of the lookups, of which the last one may end until the deadline."""
         found = [] if self.lookup is None else [self.lookup.found]
         cached = self.cached_lookup
+        if cached is not None:
+            wait([cached], max(0.0, deadline_s - time.monotonic()))
         return [*found, cached.result()] if cached is not None and cached.done() and not cached.exception() else found
 
     @property
