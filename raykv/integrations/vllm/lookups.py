@@ -29,8 +29,8 @@ IDLE_WAIT_S: Final = 0.001
 """A step without computation waits at most this long for a lookup. Without this wait the engine's thread would spin and
 hold the GIL, which the lookup needs."""
 HAND_OFF_WAIT_S: Final = 0.003
-"""A hand-off waits at most this long for its lookups, and for the nodes to commit the last chunks of a prompt. The decode
-engine looks up the chunks that a ticket does not name."""
+"""A hand-off waits at most this long for its lookups, and for the nodes to commit the last chunks of a prompt. The
+decode engine looks up the chunks that a ticket does not name."""
 COMMIT_POLL_S: Final = 0.0005
 """While `tickets` waits, it looks into this host's memory at this interval."""
 
