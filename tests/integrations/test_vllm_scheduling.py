@@ -541,7 +541,7 @@ def test_every_slot_holds_its_prefix(
     monkeypatch: pytest.MonkeyPatch,
 ):
     rng = random.Random(f"{seed} {overlap} {shape}")
-    monkeypatch.setattr(LoadDecision, "is_load_sooner", lambda *_: rng.random() < 0.7)
+    monkeypatch.setattr(LoadDecision, "is_load_sooner", lambda *_: rng.random() < 0.5)
     monkeypatch.setattr(costs_module, "PROBE_S", float("-inf"))
     engines = [Engine(model, cluster.address(node), rng, overlap=overlap, **shape) for node in range(2)]
     prompts: dict[str, tuple[list[int], int]] = {}
