@@ -11,23 +11,19 @@ from typing import Any, Final
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raykv.cluster.membership import CALL_TIMEOUT_S, NAMESPACE, Endpoint, RayMembership, open_endpoint
 from raykv.config import ClusterConfig, NodeConfig
-from raykv.errors import ConfigError, PeerUnavailable, RayKVError
+from raykv.errors import ConfigError, PeerUnavailable
 from raykv.membership.membership import InProcessMembership
 from raykv.memory.arena import sized_by_share
 from raykv.protocol.keyring import Keyring
-from raykv.protocol.messages import Configure, Heartbeat, HeartbeatAnswer
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.storage.files import ABANDONED_S, remove_orphans, remove_unowned
 from raykv.supervisor.handle import NodeHandle
-from raykv.types import NodeId
 
 log = logging.getLogger(__name__)
 
-NAMESPACE: Final = "raykv"
-"""The Ray namespace of all actors of raykv."""
 RECONCILE_S: Final = 1.0
-CALL_TIMEOUT_S: Final = 3.0
 WATCH_S: Final = 0.5
 STEP_ASIDE_S: Final = 0.2
 LEAVING_NBYTES_PER_S: Final = 2e9
@@ -39,10 +35,6 @@ UNOWNED_S: Final = 5.0
 NODE_ID_LENGTH: Final = 16
 """A node's name is the first 16 of the 56 characters of Ray's node id. The name is part of a socket's path, and such a
 path must be short."""
-
-
-def directory_name(cluster: str) -> str:
-    return f"raykv:{cluster}:directory"
 
 
 def node_name(cluster: str, ray_node_id: str) -> str:
@@ -104,6 +96,7 @@ class DirectoryActor(InProcessMembership):
         super().__init__(member_timeout_s=config.member_timeout_s, hot_nbytes_per_s=hot, keyring=keyring)
         self._config, self._secret = config, secret
         self._nodes: dict[str, Any] = {}
+        self._server, self._endpoint = open_endpoint(self, config)
         self._leaving: set[str] = set()  # Ray nodes whose nodes are drained because they are about to end
         self._stopping = threading.Event()
         self._reconciler = threading.Thread(target=self._reconcile_forever, name="raykv-reconcile", daemon=True)
@@ -125,6 +118,10 @@ class DirectoryActor(InProcessMembership):
         assert self.logic.keyring is not None
         return self.logic.keyring.current.hex()
 
+    def endpoint(self) -> Endpoint:
+        """Return where this process serves the nodes over TCP."""
+        return self._endpoint
+
     def stop(self, timeout_s: float) -> None:
         """Stop all nodes, and remove the memory of live and dead nodes. Afterwards, the caller must end this actor."""
         self._stopping.set()
@@ -138,6 +135,7 @@ class DirectoryActor(InProcessMembership):
             except ray.exceptions.RayError as error:
                 log.warning("a node did not stop in order: %s", error)
             ray.kill(handle, no_restart=True)
+        self._server.close()
 
     def _reconcile_forever(self) -> None:
         while not self._stopping.is_set():
@@ -167,37 +165,6 @@ class DirectoryActor(InProcessMembership):
             ).remote(self._config, self._secret)
         for ray_node_id in set(self._nodes) - alive:
             ray.kill(self._nodes.pop(ray_node_id), no_restart=True)  # otherwise Ray would keep the actor pending
-
-
-class RayMembership:
-    """A `MembershipPort` that calls the directory actor."""
-
-    def __init__(self, cluster: str) -> None:
-        self._name = directory_name(cluster)
-        self._handle: Any = None
-
-    def beat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
-        answer: HeartbeatAnswer = self._call("beat", heartbeat)
-        return answer
-
-    def configure(self, change: Configure) -> bytes:
-        changed: bytes = self._call("configure", change)
-        return changed
-
-    def leave(self, node_id: NodeId) -> None:
-        self._call("leave", node_id)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            if self._handle is None:
-                self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
-            return ray.get(getattr(self._handle, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
-        except (ray.exceptions.RayError, ValueError) as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, RayKVError):  # the directory has refused the call
-                raise cause from None
-            self._handle = None
-            raise PeerUnavailable(f"the directory is away: {error}") from error
 
 
 class NodeActor:
@@ -230,7 +197,7 @@ class NodeActor:
             if cluster.arena_share is not None:
                 storage = sized_by_share(cluster.storage, cluster.arena_share)
                 config = config.model_copy(update={"storage": storage})
-            self._node = NodeHandle(config, secret=secret, membership=RayMembership(cluster.name))
+            self._node = NodeHandle(config, secret=secret, membership=RayMembership(cluster))
         except ConfigError as error:
             log.error("no node here: %s", error)
             self._problem = str(error)

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import ray
 
-from raykv.cluster.actors import NAMESPACE, DirectoryActor, detached, directory_name, node_actors, node_name
+from raykv.cluster.actors import DirectoryActor, detached, node_actors, node_name
+from raykv.cluster.membership import NAMESPACE, directory_name
 from raykv.config import ClusterConfig
 from raykv.errors import ConfigError, PeerUnavailable, UsageError
 from raykv.protocol.keyring import Stage

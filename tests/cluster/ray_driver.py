@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 import raykv.cluster
-from raykv.cluster.actors import NAMESPACE, directory_name
+from raykv.cluster.membership import NAMESPACE, directory_name
 from tests.chaos.children import fields_of_child, serve
 
 START_S = 180.0
