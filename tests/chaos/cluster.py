@@ -153,6 +153,7 @@ class Cluster:
         self.clients[host].kill()
         self._start_client(host, *self._client_fields[host])
         assert self.clients[host].receive() == "ready"
+        self.clients[host].ask("read", names=["nothing"])  # connects: nobody could, once the host's node has left
         self.clients[host].ask("start")
 
     def stop_clients(self) -> None:
