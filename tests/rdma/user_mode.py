@@ -21,7 +21,7 @@ OPTIONS: Final = Path(__file__).with_name("user_mode.config")
 """What the kernel has beyond the default of User-Mode kernels."""
 BUILD_S: Final = 3600.0
 MEMORY: Final = "6G"
-"""The size of the guest's memory."""
+"""The size of the guest's memory, if nothing else is asked for."""
 
 INIT: Final = """#!/bin/bash
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
@@ -99,7 +99,14 @@ def _build(place: Path) -> Path:
     return source / "linux"
 
 
-def run(command: Sequence[str], *, setup: str = ":", environment: dict[str, str], timeout_s: float) -> int:
+def run(
+    command: Sequence[str],
+    *,
+    setup: str = ":",
+    environment: dict[str, str],
+    timeout_s: float,
+    memory: str = MEMORY,
+) -> int:
     """Boot the machine, run a command in it as root, and return the command's exit status. Its output goes to stdout.
 
     Args:
@@ -107,6 +114,7 @@ def run(command: Sequence[str], *, setup: str = ":", environment: dict[str, str]
         setup: A line of shell to run before it.
         environment: Variables for both.
         timeout_s: The machine is ended after this time.
+        memory: The size of the guest's memory, such as "6G". The host gives it when the guest uses it.
 
     Raises:
         Unavailable: The kernel cannot be had, or the guest did not boot or not end in time.
@@ -120,11 +128,11 @@ def run(command: Sequence[str], *, setup: str = ":", environment: dict[str, str]
         init.write_text(INIT.format(tools=packages.tools, shared=shared))
         init.chmod(0o755)
         variables = {**os.environ, "TMPDIR": "/dev/shm"}  # where the file is that is the guest's memory
-        return boot(_command(program, init), shared, environment=variables, timeout_s=timeout_s)
+        return boot(_command(program, init, memory), shared, environment=variables, timeout_s=timeout_s)
 
 
-def _command(program: Path, init: Path) -> list[str]:
-    command = [str(program), f"mem={MEMORY}", f"ncpus={min(4, os.cpu_count() or 1)}", "seccomp=on"]
+def _command(program: Path, init: Path, memory: str) -> list[str]:
+    command = [str(program), f"mem={memory}", f"ncpus={min(4, os.cpu_count() or 1)}", "seccomp=on"]
     command += ["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro", f"init={init}"]
     return [*command, "con=null", "con0=null,fd:1", "con1=null,fd:1", "quiet", "loglevel=3", "panic=-1"]
 

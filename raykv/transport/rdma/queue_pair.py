@@ -6,7 +6,6 @@ Source: InfiniBand Architecture Specification, volume 1, chapters 9 to 11; ibv_w
 import random
 import select
 import time
-from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -72,7 +71,6 @@ class QueuePair:
             raise Broken(f"{device.name} has no room for another queue pair: {error}") from error
         self._psn = random.getrandbits(23)
         self._posted = self._completed = 0
-        self._signalled: deque[int] = deque()
 
     @property
     def end(self) -> QueuePairEnd:
@@ -114,11 +112,10 @@ class QueuePair:
         return self._post(self._pair.wr_rdma_write, pieces, deadline_s)
 
     def _post(self, operation: Any, pieces: Iterable[Piece], deadline_s: float) -> int:
-        batch: list[Piece] = []
-        for piece in pieces:
-            for start in range(0, piece.nbytes, SEGMENT_NBYTES):
-                nbytes = min(SEGMENT_NBYTES, piece.nbytes - start)
-                batch.append(Piece(piece.local + start, piece.lkey, piece.remote + start, piece.rkey, nbytes))
+        batch: list[tuple[int, int, int, int, int]] = []  # plain tuples: making a Piece takes 0.3 us
+        for local, lkey, remote, rkey, nbytes in pieces:
+            for start in range(0, nbytes, SEGMENT_NBYTES):
+                batch.append((local + start, lkey, remote + start, rkey, min(SEGMENT_NBYTES, nbytes - start)))
                 if len(batch) == SIGNAL_EVERY:
                     self._post_batch(operation, batch, deadline_s)
                     batch = []
@@ -126,12 +123,12 @@ class QueuePair:
             self._post_batch(operation, batch, deadline_s)
         return self._posted
 
-    def _post_batch(self, operation: Any, batch: list[Piece], deadline_s: float) -> None:
+    def _post_batch(self, operation: Any, batch: list[tuple[int, int, int, int, int]], deadline_s: float) -> None:
         """Post at most SIGNAL_EVERY requests. The device reports the completion of the last one."""
         self.wait(self._posted + len(batch) - DEPTH, deadline_s=deadline_s)
         pair, number = self._pair, self._posted + len(batch)
         entry = verbs.SGE(0, 0, 0)  # the device copies it, so that one object serves all requests
-        last = len(batch) - 1
+        set_entry, last = pair.wr_set_sge, len(batch) - 1
         try:
             pair.wr_start()
             pair.wr_flags = 0
@@ -141,12 +138,11 @@ class QueuePair:
                     pair.wr_flags = verbs.enums.IBV_SEND_SIGNALED
                 operation(rkey, remote)
                 entry.addr, entry.length, entry.lkey = local, nbytes, lkey
-                pair.wr_set_sge(entry)
+                set_entry(entry)
             pair.wr_complete()
         except verbs.PyverbsError as error:
             raise Broken(f"{self.device.name} takes no request: {error}") from error
         self._posted = number
-        self._signalled.append(number)
 
     def wait(self, number: int, *, deadline_s: float) -> None:
         """Wait until all requests up to `number` are done. The GIL is free while this thread sleeps.

@@ -1,0 +1,208 @@
+"""Measures what RDMA costs a CPU: posting requests, and registering a large arena while a node serves.
+
+Run by hand: `python -m benchmarks.rdma`. It boots a User-Mode kernel with soft-RoCE devices (see
+`tests.rdma.user_mode`): the program's own code runs at the processor's speed there, system calls are slower.
+
+* Posting: batches of reads are posted to a queue pair whose peer does not answer, so that the soft device moves no
+  bytes on the same processor meanwhile. It includes one call of the kernel for each batch.
+* Registration: a node with a full arena is killed. Until it answers again, a client asks for a chunk over a socket.
+  Then the client goes on asking until the arena is registered. The same without RDMA, for comparison.
+"""
+
+import argparse
+import mmap
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from raykv import connect
+from raykv.config import MIB, NodeConfig
+from raykv.embedded import InProcessMembership
+from raykv.errors import RayKVError
+from raykv.protocol import chunk_keys, messages
+from raykv.protocol.codec import expect
+from raykv.protocol.namespace import Namespace
+from raykv.supervisor.handle import NodeHandle
+from raykv.transport.link import Link
+
+SECRET: Final = bytes(range(32))
+ROUNDS: Final = 3
+PAIRS: Final = 20
+CHUNK_NBYTES: Final = 16 * MIB
+NAMESPACE: Final = Namespace(model="m")
+INSIDE: Final = "RAYKV_USER_MODE"
+"""This variable is set in the machine."""
+TIMEOUT_S: Final = 900.0
+SERVE_S: Final = 5.0
+"""For so long a node without RDMA is asked after each kill."""
+
+
+def main() -> int:
+    """Boot the machine with this program in it, or measure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gib", type=int, default=16, help="size of the arena that is registered")
+    parser.add_argument("--kills", type=int, default=5, help="how often the node is killed")
+    arguments = parser.parse_args()
+    if INSIDE in os.environ:
+        _measure(arguments.gib, arguments.kills)
+        return 0
+    from tests.rdma import packages, user_mode
+
+    environment = {"PYTHONPATH": f"{Path.cwd()}:{packages.fetch().python}", INSIDE: "1"}
+    command = [sys.executable, "-m", "benchmarks.rdma", *sys.argv[1:]]
+    setup = "sh tests/rdma/network.sh"
+    memory = f"{arguments.gib * 5 // 4 + 2}G"
+    try:
+        return user_mode.run(command, setup=setup, environment=environment, timeout_s=TIMEOUT_S, memory=memory)
+    except packages.Unavailable as error:
+        print(f"not run: {error}")
+        return 2
+
+
+def _measure(gib: int, kills: int) -> None:
+    print(f"{os.cpu_count()} CPUs; kernel {os.uname().release}")
+    for turn in range(ROUNDS):
+        print(f"posting, round {turn + 1}: {_posting_us():.2f} us a request")
+    for rdma in ("off", "auto"):
+        _restarts(gib, kills, rdma)
+
+
+# -- posting ----------------------------------------------------------------------------------------------------------
+
+
+def _posting_us() -> float:
+    """Return the median time to post a request, in microseconds."""
+    from raykv.transport.rdma.device import open_devices
+    from raykv.transport.rdma.queue_pair import DEPTH, SEGMENT_NBYTES, SIGNAL_EVERY, Piece, QueuePair
+
+    near, far = open_devices()
+    memory = mmap.mmap(-1, SIGNAL_EVERY * SEGMENT_NBYTES)
+    memory[:] = bytes(len(memory))
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    target = near.register(address, len(memory), remote=0)
+    key = int(target.lkey)
+    pieces = [Piece(address + start, key, start, 0, SEGMENT_NBYTES) for start in range(0, len(memory), SEGMENT_NBYTES)]
+    took_s = []
+    for _ in range(PAIRS):
+        reader, silent = QueuePair(near), QueuePair(far)  # `silent` is not connected
+        reader.connect(silent.end, remote=0)
+        for _ in range(DEPTH // SIGNAL_EVERY):
+            began_s = time.perf_counter()
+            reader.read(pieces, deadline_s=time.monotonic() + 10.0)
+            took_s.append((time.perf_counter() - began_s) / len(pieces))
+        reader.close()
+        silent.close()
+    target.close()
+    near.close()
+    far.close()
+    return 1e6 * statistics.median(took_s)
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+
+def _restarts(gib: int, kills: int, rdma: str) -> None:
+    """Fill a node's arena, kill the node repeatedly, and print how long it is away and how fast it answers then."""
+    home = Path(tempfile.mkdtemp(prefix="rkb-", dir="/dev/shm"))
+    storage = {"arena_nbytes": f"{gib} GiB", "shm_dir": str(home), "low_water": 0.0, "high_water": 0.001}
+    config = NodeConfig.load({"cluster": "bench", "node_id": "n", "rdma": rdma, "storage": storage})
+    node = NodeHandle(config, secret=SECRET, membership=InProcessMembership(member_timeout_s=60.0))
+    try:
+        count = (gib << 30) // CHUNK_NBYTES - 2
+        keys = _fill(config, count)
+        away, waits, registered = [], [], []
+        for turn in range(kills):
+            starts, killed_s = node.starts, time.monotonic()
+            os.kill(node.pid, signal.SIGKILL)
+            away.append(_first_hit(config, keys[turn % count]) - killed_s)
+            while node.starts == starts:
+                time.sleep(0.001)
+            found, took = _until_registered(node, config, keys, killed_s)
+            waits += found
+            registered.append(took)
+        stats = node.stats()
+        print(
+            f"rdma={rdma}: {count} chunks of {CHUNK_NBYTES >> 20} MiB, {stats['recovered']} recovered; "
+            f"{stats.get('rdma', {}).get('registered_nbytes', 0) / 2**30:.2f} GiB registered\n"
+            f"  from the kill to the first hit: median {1e3 * statistics.median(away):.0f} ms, "
+            f"worst {1e3 * max(away):.0f} ms\n"
+            f"  a get of one chunk meanwhile: median {1e3 * statistics.median(waits):.1f} ms, "
+            f"worst {1e3 * max(waits):.0f} ms of {len(waits)}\n"
+            f"  from the kill until all is registered: median {statistics.median(registered):.1f} s"
+        )
+    finally:
+        node.stop(unlink=True)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _fill(config: NodeConfig, count: int) -> list[bytes]:
+    """Store chunks until the arena is full. Returns their keys."""
+    value, keys = bytes(CHUNK_NBYTES), []
+    with connect(NAMESPACE, address=config.local_address) as client:
+        for number in range(count):
+            key = client.keys([str(number)])
+            until_s = time.monotonic() + 60.0
+            while not client.put(key, [value]).stored:  # memory comes in the background
+                assert time.monotonic() < until_s, "the arena does not grow"
+                time.sleep(0.05)
+            keys.append(chunk_keys.to_bytes(key))
+    return keys
+
+
+def _read(config: NodeConfig, key: bytes) -> bool:
+    """Ask the node for one chunk over a socket, without its shared memory. Returns whether it came."""
+    deadline_s = time.monotonic() + 30.0
+    target = memoryview(bytearray(CHUNK_NBYTES))
+    with closing(Link.connect(config.local_address, SECRET, deadline_s=deadline_s)) as link:
+        answer = link.call(
+            messages.Read(key),
+            lambda answer: [[target]] if any(expect(messages.Reading, answer).nbytes) else [],
+            deadline_s=deadline_s,
+        )
+    return any(expect(messages.Reading, answer).nbytes)
+
+
+def _first_hit(config: NodeConfig, key: bytes) -> float:
+    """Ask until a chunk arrives. Returns when, by the monotonic clock."""
+    until_s = time.monotonic() + 60.0
+    while time.monotonic() < until_s:
+        try:
+            if _read(config, key):
+                return time.monotonic()
+        except (RayKVError, OSError):
+            pass
+        time.sleep(0.0005)
+    raise TimeoutError("no hit")
+
+
+def _until_registered(
+    node: NodeHandle, config: NodeConfig, keys: list[bytes], killed_s: float
+) -> tuple[list[float], float]:
+    """Read chunks until the arena is registered, or for SERVE_S without RDMA.
+
+    Returns:
+        The seconds of each read, and the seconds from the kill until the end.
+    """
+    waits: list[float] = []
+    while True:
+        for key in keys[len(waits) % len(keys) :][:20]:
+            began_s = time.monotonic()
+            assert _read(config, key)
+            waits.append(time.monotonic() - began_s)
+        registered = node.stats()["rdma"].get("registered_nbytes")
+        took_s = time.monotonic() - killed_s
+        if registered == config.storage.arena_nbytes or (registered is None and took_s > SERVE_S):
+            return waits, took_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())
