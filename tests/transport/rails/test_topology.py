@@ -89,6 +89,59 @@ def test_a_dgx_h100(host):
     assert [device.name for device in topology.nearest_net_devices(topology.gpus[4])][:2] == ["ibp154s0", "ibp170s0f0"]
 
 
+MI350X_PAIRS = {
+    "0000:08:00.0": (0, "bnxt_re0"),
+    "0000:18:00.0": (0, "bnxt_re1"),
+    "0000:68:00.0": (0, "bnxt_re2"),
+    "0000:78:00.0": (0, "bnxt_re3"),
+    "0000:88:00.0": (1, "bnxt_re4"),
+    "0000:98:00.0": (1, "bnxt_re5"),
+    "0000:e8:00.0": (1, "bnxt_re6"),
+    "0000:f9:00.0": (1, "bnxt_re7"),
+}
+"""GPU -> its socket, and the NIC behind the same switch."""
+MI350X_SOCKETS = [[f"bnxt_re{number}:1" for number in numbers] for numbers in (range(4), range(4, 8))]
+
+
+def test_eight_gpus_and_eight_nics_of_a_real_server(host):
+    """Each GPU's NIC is behind the same switch; the GPU has a switch of its own below it."""
+    topology = host("mi350x")
+    assert [gpu.place.address for gpu in topology.gpus] == list(MI350X_PAIRS)
+    for gpu, (socket, nic) in zip(topology.gpus, MI350X_PAIRS.values(), strict=True):
+        assert (gpu.vendor, gpu.place.numa_node) == ("0x1002", socket)
+        others = [name for name in MI350X_SOCKETS[socket] if name != f"{nic}:1"]
+        assert names(topology, gpu) == [f"{nic}:1", *others, *MI350X_SOCKETS[1 - socket]]
+        distances = [topology.distance(gpu.place, port.place) for port in topology.nearest(gpu)]
+        assert distances == [PXB] + [NODE] * 3 + [SYS] * 4
+    for socket in (0, 1):
+        assert names(topology, socket) == MI350X_SOCKETS[socket] + MI350X_SOCKETS[1 - socket]
+    assert {port.gbit_s for port in topology.ports} == {400.0}
+
+
+def test_a_real_dgx_spark(host):
+    """One GPU, one NIC. Its port with a cable is two devices, in two PCI domains, and both are needed for the full rate."""
+    topology = host("dgx_spark")
+    gpu = topology.gpu_at("0000000F:01:00.0")
+    assert gpu is not None
+    assert topology.gpus == (gpu,)
+    for near in (gpu, 0, None):
+        assert names(topology, near) == ["roceP2p1s0f1:1", "rocep1s0f1:1"]
+        assert [each.name for each in topology.nearest_net_devices(near)] == ["enP2p1s0f1np1", "enp1s0f1np1"]
+    assert {topology.distance(gpu.place, port.place) for port in topology.ports} == {NODE}
+
+
+def test_a_real_server_with_two_ports(host):
+    """Both ports are on the second socket: from the first one, they are far, but there is nothing nearer."""
+    topology = host("two_ports")
+    assert topology.gpus == ()
+    for near in (0, 1, None):
+        assert names(topology, near) == ["mlx5_0:1", "mlx5_1:1"]
+        assert [each.name for each in topology.nearest_net_devices(near)] == ["p1p1", "p1p2"]
+    ports = topology.ports
+    assert topology.distance(ports[0].place, ports[1].place) is PIX
+    assert [topology.distance(Place(numa_node=node), ports[0].place) for node in (0, 1)] == [SYS, NODE]
+
+
 @pytest.mark.parametrize("written", ["0000:C3:00.0", "00000000:C3:00.0", "0000:c3:00.0"])
 def test_a_gpu_is_found_by_the_address_that_cuda_or_nvml_writes(host, written):
     found = host("dgx_h100").gpu_at(written)
