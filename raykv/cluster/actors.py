@@ -186,6 +186,7 @@ class NodeActor:
             rdma=cluster.rdma,
             nics=cluster.nics,
             tls=cluster.tls,
+            socket_library=cluster.socket_library,
         )
         self._node: NodeHandle | None = None
         self._problem = ""

@@ -34,6 +34,8 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Rdma = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*$")]
 Nics = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]+(,[A-Za-z0-9_.:-]+){0,15}$")]
+SocketLibrary = Annotated[str, Field(pattern=r"^[^\s:]+$", max_length=4096)]
+"""A shared library: its name, or its path. LD_PRELOAD separates names by spaces and colons."""
 HugePages = Literal["try", "require", "never"]
 
 

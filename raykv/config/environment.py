@@ -22,14 +22,17 @@ def _variables(fields: dict[str, str]) -> dict[str, str]:
     return {field: os.environ[variable] for field, variable in fields.items() if os.environ.get(variable)}
 
 
-def environment_of_child() -> dict[str, str]:
+def environment_of_child(*, preload: str | None = None) -> dict[str, str]:
     """Return the environment variables for a child process that runs Python.
 
     The child finds the same modules as this process. The BLAS library starts no threads in the child, so that the child
-    can fork.
+    can fork. `preload`: a shared library that ld.so loads first, after those that LD_PRELOAD already names.
     """
     found = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return {**os.environ, "PYTHONPATH": found, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": found, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if preload is not None:
+        environment["LD_PRELOAD"] = " ".join(name for name in (environment.get("LD_PRELOAD"), preload) if name)
+    return environment
 
 
 def native_wanted() -> bool:

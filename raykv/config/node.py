@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raykv.config.base import Model, Name, Nbytes, Nics, Rdma, Seconds
+from raykv.config.base import Model, Name, Nbytes, Nics, Rdma, Seconds, SocketLibrary
 from raykv.config.storage import StorageConfig
 from raykv.config.tls import TlsConfig
 
@@ -28,6 +28,9 @@ class NodeConfig(Model):
         nics: The NICs over which other hosts read chunks from this node: names of interfaces, or their IPv4 addresses,
             such as "eth1,eth2". Large reads use all of them at once. "auto" or "off": only the address in `bind`.
         tls: Certificates for all TCP connections of this node. None: no TLS.
+        socket_library: An accelerated socket library through which the node's process makes its socket calls: a name
+            such as "libvma.so", or a path. The supervisor is started with it in LD_PRELOAD; engines and clients have to
+            be started with it themselves (docs/transport.md). None: the kernel's sockets.
     """
 
     cluster: Name = "default"
@@ -41,6 +44,7 @@ class NodeConfig(Model):
     rdma: Rdma = "auto"
     nics: Nics = "auto"
     tls: TlsConfig | None = None
+    socket_library: SocketLibrary | None = None
 
     @property
     def file_prefix(self) -> Path | None:
@@ -73,6 +77,7 @@ class ClusterConfig(Model):
         rdma: As NodeConfig.rdma, for each node.
         nics: As NodeConfig.nics, for each node; so name interfaces, not addresses.
         tls: Certificates of each node. The files must be on every host. None: no TLS.
+        socket_library: As NodeConfig.socket_library, for each node. It must be installed on every host.
     """
 
     name: Name = "default"
@@ -84,3 +89,4 @@ class ClusterConfig(Model):
     rdma: Rdma = "auto"
     nics: Nics = "auto"
     tls: TlsConfig | None = None
+    socket_library: SocketLibrary | None = None

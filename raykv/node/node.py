@@ -52,6 +52,7 @@ from raykv.transport.base import Reply, Session
 from raykv.transport.nics import nic_addresses
 from raykv.transport.pool import ConnectionPool
 from raykv.transport.server import LogLimit, SocketServer
+from raykv.transport.socket_library import loaded
 from raykv.types import host_identity
 
 log = logging.getLogger(__name__)
@@ -378,6 +379,7 @@ class Node:
                 "heat": heat,
                 "spread": self._spreader.stats(),
                 "rdma": self._rdma.stats(),
+                "socket_library": loaded(self.config.socket_library),
             }
 
     # -- methods for the socket servers -----------------------------------------------------------------------------

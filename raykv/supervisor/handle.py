@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from raykv.config import NodeConfig, environment_of_child
+from raykv.config import NodeConfig
 from raykv.errors import ConfigError, PeerUnavailable, TransientError
 from raykv.membership.membership import MembershipPort
 from raykv.membership.proxy import MembershipProxyServer
@@ -23,6 +23,7 @@ from raykv.storage.files import remove_unowned
 from raykv.supervisor.process import NodeReport, NodeSpec
 from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
+from raykv.transport.socket_library import environment_with
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class NodeHandle:
             ConfigError: The node cannot run with this config on this host. The message says why.
             PeerUnavailable: The supervisor ended, or the node did not start within START_S. Their stderr says why.
         """
+        environment = environment_with(config.socket_library)
         self.config = config
         self.pid = self.starts = 0
         self._membership = membership
@@ -78,7 +80,7 @@ class NodeHandle:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
-                env=environment_of_child(),
+                env=environment,
                 process_group=0,  # Ctrl-C must reach only this process, which then stops the node
             )
         except OSError:

@@ -19,6 +19,7 @@ from raykv.memory.cgroup import cgroup_file, lines_of
 from raykv.memory.cgroup import memory_limit as find_memory_limit
 from raykv.memory.host import meminfo
 from raykv.transport.rails.topology import Gpu, Place, Topology, read_topology
+from raykv.transport.socket_library import installed_libraries, loaded_libraries, supervisors
 
 Grade = Literal["ok", "better", "wrong"]
 
@@ -48,7 +49,7 @@ class Finding:
 def examine(root: Path = Path("/")) -> list[Finding]:
     """Run all checks. This changes nothing on the host."""
     memory = (shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes)
-    software, network = (system, compiled_loops), (tcp, rdma_devices, locked_memory, nics, nearest_nics)
+    software, network = (system, compiled_loops), (tcp, sockets, rdma_devices, locked_memory, nics, nearest_nics)
     return [check(root) for check in (*memory, cores, open_files, *software, *network, gpu)]
 
 
@@ -203,6 +204,15 @@ def rdma_devices(root: Path) -> Finding:
     says = f"active: {', '.join(active)}" + ("; pyverbs is missing, so nodes read each other over TCP" if lacks else "")
     remedy = "install python3-pyverbs of the distribution or of MLNX_OFED; reads then take no CPU of the holder"
     return better("RDMA", says, remedy, when=lacks)
+
+
+def sockets(root: Path) -> Finding:
+    """Tell which accelerated socket libraries are installed, and who runs with one. The grade is always "ok"."""
+    found = installed_libraries(root)
+    here = ", ".join(loaded_libraries()) or "the kernel's sockets"
+    lines = [f"installed: {', '.join(found) or 'no accelerated socket library'}", f"this process: {here}"]
+    lines += [f"node of process {pid}: {preload or 'as LD_PRELOAD: none'}" for pid, preload in supervisors(root)]
+    return Finding("socket library", "ok", "\n".join(lines))
 
 
 def locked_memory(root: Path) -> Finding:

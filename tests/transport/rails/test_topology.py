@@ -119,7 +119,7 @@ def test_eight_gpus_and_eight_nics_of_a_real_server(host):
 
 
 def test_a_real_dgx_spark(host):
-    """One GPU, one NIC. Its port with a cable is two devices, in two PCI domains, and both are needed for the full rate."""
+    """One GPU, one NIC. The port with a cable is two devices, in two PCI domains. Both are needed for the full rate."""
     topology = host("dgx_spark")
     gpu = topology.gpu_at("0000000F:01:00.0")
     assert gpu is not None
