@@ -211,7 +211,7 @@ def sockets(root: Path) -> Finding:
     found = installed_libraries(root)
     here = ", ".join(loaded_libraries()) or "the kernel's sockets"
     lines = [f"installed: {', '.join(found) or 'no accelerated socket library'}", f"this process: {here}"]
-    lines += [f"node of process {pid}: {preload or 'as LD_PRELOAD: none'}" for pid, preload in supervisors(root)]
+    lines += [f"supervisor {pid}: LD_PRELOAD {preload or 'is not set'}" for pid, preload in supervisors(root)]
     return Finding("socket library", "ok", "\n".join(lines))
 
 

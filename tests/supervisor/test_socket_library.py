@@ -102,7 +102,7 @@ def test_chunks_of_a_node_go_through_the_preloaded_library_and_arrive_whole(shm_
             assert found["sent_nbytes"] >= CHUNKS * NBYTES, found
             assert made.node.stats()["socket_library"] == str(counting)
             says = doctor.sockets(Path("/")).says
-            assert f"node of process {made.node.supervisor.pid}: {counting}" in says.splitlines()
+            assert f"supervisor {made.node.supervisor.pid}: LD_PRELOAD {counting}" in says.splitlines()
             made.kill()  # the next node is a fork of the same supervisor
             assert made.node.stats()["socket_library"] == str(counting)
             assert read(client, chunks) == values
@@ -163,4 +163,4 @@ def test_what_is_installed_and_mapped(tmp_path):
     assert socket_library.supervisors(tmp_path) == [(7, "libvma.so")]
     says = doctor.sockets(tmp_path).says
     assert "installed: /usr/lib/x86_64-linux-gnu/libvma.so" in says
-    assert "node of process 7: libvma.so" in says
+    assert "supervisor 7: LD_PRELOAD libvma.so" in says
