@@ -5,7 +5,8 @@ lasted. A new connection needs no such wait. Ray tells where the actor listens.
 """
 
 import secrets
-from typing import Any, Final, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import ray
 
@@ -18,6 +19,9 @@ from raykv.protocol.messages import Configure, Heartbeat, HeartbeatAnswer
 from raykv.protocol.placement import MAX_MEMBERS
 from raykv.transport.server import SocketServer
 from raykv.types import NodeId
+
+if TYPE_CHECKING:
+    from raykv.transport.tls import Tls
 
 NAMESPACE: Final = "raykv"
 """The Ray namespace of all actors of raykv."""
@@ -47,13 +51,22 @@ def open_endpoint(membership: MembershipPort, cluster: ClusterConfig) -> tuple[S
         secret,
         io_timeout_s=CALL_TIMEOUT_S,
         max_connections=MAX_MEMBERS,
+        tls=_tls(cluster),
     )
     server.serve()
     return server, Endpoint(server.address, secret)
 
 
+def _tls(cluster: ClusterConfig) -> "Tls | None":
+    if cluster.tls is None:
+        return None
+    from raykv.transport.tls import Tls  # imported late: most clusters have no TLS
+
+    return Tls(cluster.tls)
+
+
 class _WithoutKeyring:
-    """Passes calls on, but no secrets of the cluster: the connection is sealed, but not encrypted."""
+    """Passes calls on, but no secrets of the cluster: without TLS, the connection is sealed, but not encrypted."""
 
     def __init__(self, membership: MembershipPort) -> None:
         self._membership = membership
@@ -71,7 +84,7 @@ class RayMembership:
     """A `MembershipPort` that calls the directory actor. Thread-safe."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
-        self._name = directory_name(cluster.name)
+        self._name, self._tls = directory_name(cluster.name), _tls(cluster)
         self._handle: Any = None
         self._proxy: MembershipProxy | None = None
 
@@ -94,9 +107,17 @@ class RayMembership:
             except PeerUnavailable:  # partition, new endpoint, or other secrets
                 pass
         answer = self._ask(method, *arguments)
-        if hasattr(self._handle, "endpoint"):  # an actor of an earlier version has none, until it is upgraded
-            self._proxy = MembershipProxy(*self._ask("endpoint"), answer_s=CONNECTION_TIMEOUT_S)
+        self._find_endpoint()
         return answer
+
+    def _find_endpoint(self) -> None:
+        """Ask Ray where the actor listens. An actor of an earlier version does not, until it is upgraded."""
+        if hasattr(self._handle, "endpoint"):
+            with suppress(PeerUnavailable):
+                endpoint: Endpoint = self._ask("endpoint")
+                self._proxy = MembershipProxy(
+                    endpoint.address, endpoint.secret, answer_s=CONNECTION_TIMEOUT_S, tls=self._tls
+                )
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the directory actor through Ray."""

@@ -1,12 +1,13 @@
 """A proxy through which a node without Ray calls the directory.
 
-The proxy server runs in the process that supervises the node, and listens on the loopback interface. The server serves
-only this node. The node must prove that it knows the cluster's secret. A directory without Ray can serve all nodes.
+The proxy server runs in the process that owns the node, and listens on the loopback interface. It serves only this
+node. The directory has such a server, too, for the owners of all nodes. A caller must prove that it knows the server's
+secret.
 """
 
 import math
 import time
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from raykv.errors import RayKVError, TransientError, UsageError
 from raykv.membership.membership import MembershipPort
@@ -14,6 +15,9 @@ from raykv.protocol import codec, messages
 from raykv.transport.base import Reply, Session
 from raykv.transport.link import Link
 from raykv.types import NodeId
+
+if TYPE_CHECKING:
+    from raykv.transport.tls import Tls
 
 T = TypeVar("T")
 
@@ -70,9 +74,16 @@ class MembershipProxyServer:
 class MembershipProxy:
     """The node's end of the proxy: a `MembershipPort`. Thread-safe, because each call makes its own connection."""
 
-    def __init__(self, address: str, secret: bytes, *, answer_s: float = ANSWER_S) -> None:
-        """Use the proxy server at `address` ("host:port"). `answer_s`: how long one call waits at most."""
-        self._address, self._secret, self._answer_s = address, secret, answer_s
+    def __init__(self, address: str, secret: bytes, *, answer_s: float = ANSWER_S, tls: "Tls | None" = None) -> None:
+        """Use a proxy server.
+
+        Args:
+            address: Its address ("host:port").
+            secret: Its secret.
+            answer_s: How long one call waits at most.
+            tls: The certificates for TLS, if the server uses TLS.
+        """
+        self._address, self._secret, self._answer_s, self._tls = address, secret, answer_s, tls
 
     def beat(self, heartbeat: messages.Heartbeat) -> messages.HeartbeatAnswer:
         return self._call(heartbeat, messages.HeartbeatAnswer)
@@ -85,7 +96,7 @@ class MembershipProxy:
 
     def _call(self, request: messages.Message, kind: type[T]) -> T:
         deadline_s = time.monotonic() + self._answer_s
-        link = Link.connect(self._address, self._secret, deadline_s=deadline_s)
+        link = Link.connect(self._address, self._secret, deadline_s=deadline_s, tls=self._tls)
         try:
             return codec.expect(kind, link.call(request, deadline_s=deadline_s))
         finally:
