@@ -96,7 +96,7 @@ def test_chunks_of_another_host_come_over_both_rails(both: tuple[RayCluster, Rai
     for request in ("Read", "Pin", "Write"):
         assert now.get(request, 0) == requests.get(request, 0)
     for rail, before in packets.items():
-        assert rails.sent("h2")[rail] - before > 0.2 * everything["rdma"] / 4096, f"{rail} sent too little"
+        assert rails.sent("h2")[rail] - before > 0.05 * everything["rdma"] / 4096, f"{rail} sent too little"
     assert cluster.clients[DIRECTORY].ask("read_by_path", names=names) == {"tcp": everything["rdma"]}  # no device there
 
 
