@@ -1,7 +1,7 @@
 """How the nodes of a Ray cluster reach the directory actor: over a connection of their own, or else through Ray.
 
-After a partition, Ray's connections wait until TCP sends lost packets again. That takes as long as the partition has
-lasted. A new connection needs no such wait. Ray tells where the actor listens.
+After a partition, Ray's connections stay silent until TCP sends lost packets again, which may take as long as the
+partition has lasted. A new connection works at once. Ray tells where the actor listens.
 """
 
 import secrets
