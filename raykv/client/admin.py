@@ -8,6 +8,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
+from raykv.client import request_trail
 from raykv.client.arguments import (
     Keys,
     Tokens,
@@ -20,6 +21,7 @@ from raykv.client.arguments import (
     token_ids,
 )
 from raykv.client.fetcher import by_node
+from raykv.client.request_trail import TrailLine
 from raykv.client.router import Router
 from raykv.client.why import Derive, Inquiry, PromptKeys, Why, reasons_of, split
 from raykv.config import HIGHEST_PRIORITY, NamespaceConfig
@@ -30,6 +32,7 @@ from raykv.protocol.codec import expect
 from raykv.protocol.hints import MAX_TTL_S, MOST_OUTPUT_TOKENS
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import View
+from raykv.protocol.request_trail import MIN_ASKED, TrailEntry
 from raykv.types import KeyArray, NodeId
 
 
@@ -229,6 +232,23 @@ class AdminCalls:
             count, derive = len(given), partial(_derived, given)
         elsewhere = not isinstance(keys, np.ndarray)
         return Inquiry(self.router, self.namespace, derive, elsewhere=elsewhere, deadline_s=deadline_s).run(count)
+
+    def trail(self, request_id: str, *, timeout_s: float | None = None) -> list[TrailLine]:
+        """Return what routers and engines say of a request, in the order of time. Asks all members.
+
+        Args:
+            request_id: The id that the user knows, or a part of it, at least 4 characters.
+
+        Raises:
+            UsageError: `request_id` is too short, or longer than 256 characters.
+        """
+        if not MIN_ASKED <= len(request_id) <= 256:
+            raise UsageError(f"field 'request_id': {len(request_id)} characters; give {MIN_ASKED} to 256 of the id")
+        return request_trail.read(self.router, self.namespace, request_id, self.router.deadline(timeout_s))
+
+    def add_to_trail(self, entries: list[TrailEntry]) -> None:
+        """Send sentences about requests to a node, at most 256: see `TrailSender`. Raises RayKVError."""
+        self.router.ask_any(messages.AddToTrail(entries), self.router.deadline(None))
 
     # -- statistics -------------------------------------------------------------------------------------------------
 

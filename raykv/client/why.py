@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -206,6 +207,19 @@ def ask_members(
             found[place] = replace(why, announced=False)
     spans_s = [each.remembers_s for each in answers.values() if each.remembers_s is not None]
     return found, set(outcomes) - set(answers), min(spans_s, default=None)
+
+
+def departures(router: Router, namespace: Namespace, keys: Sequence[bytes], deadline_s: float) -> list[list[Why]]:
+    """Ask all members how chunks left them last. Returns for each key what the members know, also if it is back."""
+    answers = router.ask_all(messages.Why(b"".join(keys), group=namespace.group.digest), deadline_s)
+    found: list[list[Why]] = [[] for _ in keys]
+    for node, answer in answers.items():
+        if isinstance(answer, messages.Histories):
+            nowhere = bytes([Place.NOWHERE]) * len(keys)
+            gone = msgspec.structs.replace(answer, places=nowhere)
+            for whys, (_, why) in zip(found, _histories(node, gone, len(keys)), strict=True):
+                whys += [why] if why is not None else []
+    return found
 
 
 def _histories(node: NodeId, answer: messages.Histories, count: int) -> Iterator[tuple[tuple[int, float], Why | None]]:

@@ -8,6 +8,7 @@ from raykv.protocol.heat import HeatOrders
 from raykv.protocol.keyring import Keyring
 from raykv.protocol.placement import View
 from raykv.protocol.rdma import QueuePairEnd
+from raykv.protocol.request_trail import Entries
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
 
@@ -201,6 +202,12 @@ class Trace(Message):
     """The requests that were recorded since the last FetchTrace."""
 
     requests: list[TracedRequest]
+
+
+class Trail(Message):
+    """The sentences about a request, oldest first."""
+
+    entries: Entries
 
 
 class HeartbeatAnswer(Message):

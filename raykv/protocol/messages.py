@@ -32,12 +32,14 @@ from raykv.protocol.answers import RdmaConnected as RdmaConnected
 from raykv.protocol.answers import Reading as Reading
 from raykv.protocol.answers import Stats as Stats
 from raykv.protocol.answers import Trace as Trace
+from raykv.protocol.answers import Trail as Trail
 from raykv.protocol.answers import Unavailable as Unavailable
 from raykv.protocol.answers import ViewIs as ViewIs
 from raykv.protocol.heat import HeatReport
 from raykv.protocol.keyring import Keyring
 from raykv.protocol.placement import Member, MemberId, View
 from raykv.protocol.rdma import MAX_RAILS, QueuePairEnd
+from raykv.protocol.request_trail import AskedId, Entries
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
 
@@ -298,6 +300,18 @@ class FetchTrace(Message):
     on: bool
 
 
+class AddToTrail(Message):
+    """Keep sentences about requests. Answer: Done."""
+
+    entries: Entries
+
+
+class GetTrail(Message):
+    """Ask for the sentences about the requests whose id contains `request_id`. Answer: Trail."""
+
+    request_id: AskedId
+
+
 class Drain(Message):
     """Move this node's chunks to other nodes, at most `nbytes_per_s` bytes a second. Answer: Done, at once.
 
@@ -335,9 +349,9 @@ class Leave(Message):
 Request = (
     Attach | GetView | GetStats | OpenNamespace | Lend | Commit | GiveBack | Write | Placed | Checksums | Read | Find
     | Pin | Unpin | ConnectRdma | Promote | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt
-    | Report | RecordTrace | FetchTrace | Drain | Heartbeat | Leave
+    | Report | RecordTrace | FetchTrace | AddToTrail | GetTrail | Drain | Heartbeat | Leave
 )  # fmt: skip
 Answer = (
     Done | Count | Attached | ViewIs | Lent | Committed | Accepted | Held | Reading | Found | RdmaConnected | Located
-    | Histories | Configured | Trace | HeartbeatAnswer | Unavailable | Stats | Failure
+    | Histories | Configured | Trace | Trail | HeartbeatAnswer | Unavailable | Stats | Failure
 )  # fmt: skip

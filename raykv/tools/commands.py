@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from raykv import connect
 from raykv.client.admin import merge_namespaces
 from raykv.client.client import Client
+from raykv.client.request_trail import TrailLine
 from raykv.config import GIB, MIB, ClientConfig
 from raykv.errors import RayKVError, UsageError
 from raykv.protocol.chunk_keys import KEY_NBYTES, from_bytes
@@ -23,11 +25,12 @@ ANY = Namespace(model="-")
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     """Add `why` and `namespace` to the command line. Return the parsers of `why` and of each action on namespaces."""
-    why = commands.add_parser("why", help="where chunks are, or why they are gone")
+    why = commands.add_parser("why", help="where chunks are, or why they are gone; what was done for a request")
     chunks = why.add_mutually_exclusive_group(required=True)
     chunks.add_argument("names", nargs="*", default=[], metavar="NAME", help="names of objects")
     chunks.add_argument("--tokens", metavar="FILE", help="in place of names: a prompt, as a JSON list of token ids")
     chunks.add_argument("--keys", nargs="+", default=[], metavar="HEX", help="in place of names: keys, 32 digits each")
+    chunks.add_argument("--request", metavar="ID", help="a request's id, such as the header x-request-id of its answer")
     why.add_argument("--namespace", metavar="NAMESPACE", help="see 'raykv namespace list' (default: the only one)")
     why.set_defaults(run=_why)
 
@@ -71,6 +74,8 @@ def _client(options: argparse.Namespace) -> Client:
 
 def _why(options: argparse.Namespace) -> str:
     with _client(options) as client:
+        if options.request is not None:
+            return _trail(client.trail(options.request), as_json=options.json)
         if options.keys:
             found, what = client.why(from_bytes(b"".join(map(_key, options.keys)))), options.keys
         else:
@@ -85,6 +90,20 @@ def _why(options: argparse.Namespace) -> str:
     if options.json:
         return json.dumps([{"chunk": name, **asdict(why), "text": why.text} for name, why in answers], indent=2)
     return "\n".join(f"{name}: {why.text}" for name, why in answers)
+
+
+def _trail(lines: list[TrailLine], *, as_json: bool) -> str:
+    if as_json:
+        return json.dumps([asdict(each) for each in lines], indent=2)
+    if not lines:
+        raise UsageError("--request: no node knows this request; each keeps the last sentences of routers and engines")
+    shown = []
+    for each in lines:
+        when = datetime.fromtimestamp(each.at_s, UTC).astimezone().strftime("%F %T.%f")[:-3]
+        shown.append(f"{when}  {each.text}")
+        if each.absent is not None:
+            shown.append(f"{'':25}the first chunk that was not found: {each.absent.text}, before that")
+    return "\n".join(shown)
 
 
 def _list(options: argparse.Namespace) -> str:

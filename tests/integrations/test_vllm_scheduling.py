@@ -658,6 +658,27 @@ def test_finished_requests_are_reported_to_the_nodes(model: Path, cluster: raykv
     assert reports == [(len(prompt) // BLOCK_TOKENS, 9)]
 
 
+def test_the_trail_of_a_request_says_what_was_found_loaded_and_computed(model: Path, cluster: raykv.EmbeddedCluster):
+    prompt = list(range(23))
+    for number, node in enumerate((0, 1)):
+        engine = Engine(model, cluster.address(node), random.Random(1))
+        engine.add(f"request-{number}", prompt, max_tokens=2, salt="")
+        while engine.scheduler.requests:
+            engine.step()
+        engine.close()
+    client = cluster.client(raykv.Namespace(model="any"))
+    chunks, rest = len(prompt) // BLOCK_TOKENS, len(prompt) % BLOCK_TOKENS
+    (first,), (second,) = client.trail("request-0"), client.trail("request-1")
+    assert first.text == (
+        "engine: 23 prompt tokens; 0 in the engine's own cache; no more found in raykv; 23 computed, 2 generated"
+    )
+    assert second.text.startswith(
+        "engine: 23 prompt tokens; 0 in the engine's own cache; "
+        f"{23 - rest} found in raykv ({chunks} chunks on node-0); {23 - rest} loaded in "
+    )
+    assert second.text.endswith(f"{chunks} chunks from node-0 by tcp); {rest} computed, 2 generated")
+
+
 def test_orders_of_a_step_whose_block_tables_vllm_has_dropped_save_nothing(model: Path, cluster: raykv.EmbeddedCluster):
     """After the connector has built the orders of a step, vLLM drops the block tables of this step."""
     engine = Engine(model, cluster.address(0), random.Random(1))

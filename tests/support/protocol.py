@@ -10,6 +10,7 @@ from raykv.protocol.keyring import Keyring
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.protocol.rdma import QueuePairEnd
+from raykv.protocol.request_trail import TrailEntry
 from raykv.protocol.trace_requests import TracedRequest
 
 
@@ -55,6 +56,8 @@ EXAMPLES = [
     messages.Report({"evicted": 3}, (0, 1), (2,)),
     messages.RecordTrace([TracedRequest(12.5, 16, b"keys")]),
     messages.FetchTrace(True),
+    messages.AddToTrail([TrailEntry("request", 1.5, "text", bytes(16))]),
+    messages.GetTrail("request"),
     messages.Heartbeat(VIEW.members[0], 3, VIEW, 5, b"{}", 2, KEYRING, HEAT),
     messages.Leave("a"),
     messages.Done(),
@@ -73,6 +76,7 @@ EXAMPLES = [
     messages.Located((("a", "b"), ("b",)), b"places", b"lengths", b"bits"),
     messages.Histories(b"p", b"n", b"r", b"t", b"a", b"o", b"k", ("lru",), 1.5),
     messages.Configured(b"{}"),
+    messages.Trail([TrailEntry("request", 1.5, "text", bytes(16))]),
     messages.Trace([TracedRequest(12.5, 16, b"keys")]),
     messages.HeartbeatAnswer(VIEW, True, b"{}", True, KEYRING, True, ORDERS),
     messages.Unavailable("away"),

@@ -1,6 +1,7 @@
 """`raykv why` and `raykv namespace`, on a cluster without Ray."""
 
 import json
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import raykv
 from raykv.config import NamespaceConfig
 from raykv.embedded import EmbeddedCluster
+from raykv.protocol.request_trail import TrailEntry
 from raykv.tools.cli import _table, main, parser
 from raykv.tools.commands import status_lines
 
@@ -51,6 +53,23 @@ def test_why(run, running, tmp_path):
     running.client(MINE).delete(["a"])
     key = running.client(MINE).key("a").hex()
     assert run("why", "--keys", key).startswith(f"{key}: deleted 0.")
+
+
+def test_why_tells_the_trail_of_a_request(run, running):
+    client = running.client(MINE)
+    client.delete(["a"])
+    time.sleep(0.01)
+    routed = TrailEntry("abcd-1", time.time(), "routed to b", client.key("a"))
+    client.add_to_trail([TrailEntry("chatcmpl-abcd-1", routed.at_s + 1e-3, "engine: 12 prompt tokens"), routed])
+    first, absent, second = run("why", "--request", "abcd-1").splitlines()
+    assert first.endswith("  routed to b")
+    assert "was not found: deleted 0.0 s ago from the dram of node-0, before that" in absent
+    assert second.endswith("  engine: 12 prompt tokens")
+    said = json.loads(run("why", "--request", "abcd-1", "--json"))
+    assert [each["text"] for each in said] == ["routed to b", "engine: 12 prompt tokens"]
+    assert said[0]["absent"]["reason"] == "deleted"
+    assert "no node knows this request" in run("why", "--request", "abce", fails=True)
+    assert "give 4 to 256" in run("why", "--request", "abc", fails=True)
 
 
 def test_namespaces_are_listed_set_and_dropped(run, running):

@@ -12,8 +12,9 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 import raykv
+from raykv.client.request_trail import TrailSender
 from raykv.cluster import find_address
-from raykv.errors import RayKVError
+from raykv.errors import PeerUnavailable, RayKVError
 from raykv.integrations.routing.choice import RouterOptions
 from raykv.integrations.routing.locations import ChunkFinder, Stored
 from raykv.integrations.routing.prompts import Naming, PrefixEnd, Prompt
@@ -25,6 +26,7 @@ from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.metadata import Scope
 from raykv.integrations.vllm.namespace import hash_algorithm
 from raykv.protocol.namespace import Namespace
+from raykv.protocol.request_trail import TrailEntry
 
 log = logging.getLogger("ray.serve")
 
@@ -56,6 +58,7 @@ class PromptLookup:
         self._naming: Naming | None = None
         self._adapters: dict[str, Adapter] = {}
         self._near: list[tuple[str, ...]] = []
+        self._sender = TrailSender(self._send)
 
     def use(self, reports: Sequence[ReplicaReport]) -> None:
         """Use the reports of the running replicas. Loads the tokenizer and connects to raykv, on threads."""
@@ -102,7 +105,19 @@ class PromptLookup:
         runs = await self._finder.find(client, found.prompt.names, all_near=all_near)
         return None if runs is None else Stored(runs, engine.namespace.digest)
 
+    def add_to_trail(self, request_id: str, text: str) -> None:
+        """Send a sentence about a request to the node, on a thread, if raykv is connected."""
+        if self._connection is not None and self._engine is not None:
+            self._sender.add(request_id, text)
+
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _send(self, entries: list[TrailEntry]) -> None:
+        engine, connection = self._engine, self._connection
+        client = connection.client(engine.namespace, Scope()) if engine and connection else None
+        if client is None:
+            raise PeerUnavailable("the router is not connected to raykv")
+        client.add_to_trail(entries)
 
     def _use_engine(self, engine: EngineReport) -> None:
         before, self._engine = self._engine, engine

@@ -169,6 +169,7 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     def _add_to_trail(self, routed: Routed) -> None:
         self.trail.add(routed)
         log.debug("%s", routed)
+        self._lookup.add_to_trail(routed.request_id, str(routed))
 
     def _log_rarely(self, error: Exception) -> None:
         self.failures += 1

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from raykv.integrations.vllm.epochs import Statement
 from raykv.protocol.namespace import Namespace
-from raykv.types import Hints, NodeId
+from raykv.types import Hints, NodeId, Path
 
 Rank = tuple[int, int]
 """(Pipeline rank, tensor rank) under which KV is stored, as in its namespace."""
@@ -135,15 +135,21 @@ class WorkerNamespaces(KVConnectorHandshakeMetadata):
 
 
 class LoadTimes(NamedTuple):
-    """When a load began and ended, and the number of bytes that arrived."""
+    """When a load began and ended, and what arrived.
+
+    Attributes:
+        nbytes: Number of bytes.
+        sources: Number of chunks by holder and path, in the group with the most chunks.
+    """
 
     began_s: float
     ended_s: float
     nbytes: int
+    sources: tuple[tuple[NodeId, Path, int], ...] = ()
 
     def shifted(self, seconds: float) -> "LoadTimes":
         """Return the same load with `seconds` added to its times, which converts them to another clock."""
-        return LoadTimes(self.began_s + seconds, self.ended_s + seconds, self.nbytes)
+        return self._replace(began_s=self.began_s + seconds, ended_s=self.ended_s + seconds)
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from raykv.integrations.vllm.hit_sources import hit_sources
 from raykv.integrations.vllm.lookups import NOTHING, Found, Lookups, Prompt, hand_off_deadline
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.namespace import Scopes
+from raykv.integrations.vllm.request_trail import EngineTrail
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.integrations.vllm.tracked import Lookup, Tracked, TrackedRequests, hands_over
 from raykv.protocol.namespace import Namespace
@@ -84,6 +85,7 @@ class SchedulerSide:
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="raykv-report")
         self._report_places = BoundedSemaphore(MAX_REPORTS)
         self._hint_sender = HintSender(self._lookups.names)
+        self._trail = EngineTrail(self._lookups, groups, is_on=config.request_trail)
 
     def bind(self, manager: "KVCacheManager") -> None:
         """Use vLLM's rules for hits and vLLM's block pool. The pool reports the blocks that are reused."""
@@ -94,6 +96,7 @@ class SchedulerSide:
         """Close the connection. No other method may be called during or after this call."""
         if self.events is not None:
             self.events.close()
+        self._trail.close()
         self._lookups.close()
         self._reporter.shutdown(cancel_futures=True)
         self._connection.close()
@@ -159,6 +162,7 @@ class SchedulerSide:
     def add_report(self, report: WorkerReport) -> None:
         """Learn how long loads took, which chunks are stored, and which revision the weights have."""
         self._decision.add_report(report)
+        self.requests.add_loads(report.loads)
         if self.events is not None:
             self.events.receive(report.stored)
         if report.stated and self.requests.accept(report.stated):
@@ -225,6 +229,7 @@ class SchedulerSide:
         tracked, params = self.requests.pop(request.request_id, None), request.kv_transfer_params or {}
         if tracked is None:
             return None
+        self._trail.add(tracked)
         is_completed = request.status in _COMPLETED
         if not (is_completed and hands_over(request)):
             self._send_hints(tracked)

@@ -1,7 +1,7 @@
 """What the scheduler's side knows of the requests."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from raykv.integrations.vllm.epochs import Epochs, Statement
 from raykv.integrations.vllm.hints import NO_HINTS, RequestHints
 from raykv.integrations.vllm.lookups import Found
-from raykv.integrations.vllm.metadata import Scope
+from raykv.integrations.vllm.metadata import LoadTimes, Scope
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -40,6 +40,7 @@ class Tracked:
         loaded: End of the loaded tokens, as a number of tokens. 0: nothing was loaded.
         offered: For each group, by index, the number of leading chunks that were considered for a save.
         hints: The valid hints of the request.
+        load_times: The ended load. None: there was none, or it has not ended.
         mixed: Whether the request may have KV of weights before the last reset. If so, the request neither loads nor
             stores.
     """
@@ -56,6 +57,7 @@ class Tracked:
     loaded: int = 0
     offered: dict[int, int] = field(default_factory=dict)
     hints: RequestHints = NO_HINTS
+    load_times: LoadTimes | None = None
     mixed: bool = False
 
     def found(self, deadline_s: float) -> list[Found]:
@@ -120,6 +122,11 @@ class TrackedRequests(dict[str, Tracked]):
             if other.started or not other.loaded:
                 queued += other.request.num_tokens - other.request.num_computed_tokens
         return queued
+
+    def add_loads(self, ended: Mapping[str, LoadTimes]) -> None:
+        """Remember the ended loads. Probes belong to no request."""
+        for request_id in ended.keys() & self.keys():
+            self[request_id].load_times = ended[request_id]
 
     def reset(self) -> None:
         """Begin a private epoch. Requests that have KV count as `mixed` until they are preempted."""

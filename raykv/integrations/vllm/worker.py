@@ -203,7 +203,8 @@ class WorkerSide:
     def _count_load(self, load: Load, future: Future[_LoadResult]) -> None:
         count, error = self._stats.count, future.exception()
         result = _LoadResult() if error else future.result()
-        self._ended[load.request_id] = LoadTimes(result.began_s, result.ended_s, result.nbytes.total())
+        sources = tuple((node, path, chunks) for (node, path), chunks in result.sources.items())
+        self._ended[load.request_id] = LoadTimes(result.began_s, result.ended_s, result.nbytes.total(), sources)
         if load.is_probe:
             return
         if load.scope.epoch != self._epoch:

@@ -1,4 +1,4 @@
-"""Requests about namespaces and recorded traces."""
+"""Requests about namespaces, recorded traces, and the trails of requests."""
 
 import threading
 from typing import Final
@@ -7,6 +7,7 @@ from raykv.errors import TransientError, UsageError
 from raykv.eviction import policy
 from raykv.membership.membership import MembershipPort
 from raykv.node.namespace_reconciler import NamespaceReconciler
+from raykv.node.request_trails import RequestTrails
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.namespace import Namespace
@@ -22,7 +23,7 @@ message. The node drops further requests."""
 
 
 class AdminHandler:
-    """Opens and configures namespaces, adds clients' reports to the metrics, and records requests for a trace."""
+    """Opens and configures namespaces, counts what clients report, records requests for a trace, keeps trails."""
 
     def __init__(
         self, store: Store, lock: threading.Lock, reconciler: NamespaceReconciler, membership: MembershipPort
@@ -30,6 +31,7 @@ class AdminHandler:
         self._store, self._lock, self._reconciler, self._membership = store, lock, reconciler, membership
         self._trace: list[TracedRequest] = []
         self._trace_nbytes = 0
+        self._trails = RequestTrails()
         self.table: HandlerTable = {
             messages.OpenNamespace: self._open_namespace,
             messages.Configure: self._configure,
@@ -37,6 +39,8 @@ class AdminHandler:
             messages.Report: self._report,
             messages.RecordTrace: self._record_trace,
             messages.FetchTrace: self._fetch_trace,
+            messages.AddToTrail: self._add_to_trail,
+            messages.GetTrail: self._get_trail,
         }
 
     def _open_namespace(self, request: messages.OpenNamespace, session: NodeSession) -> Reply:
@@ -82,3 +86,10 @@ class AdminHandler:
             self._store.table.header["recording"] = request.on
             trace, self._trace, self._trace_nbytes = self._trace, [], 0
         return Reply(messages.Trace(trace))
+
+    def _add_to_trail(self, request: messages.AddToTrail, session: NodeSession) -> Reply:
+        self._trails.add(request.entries)
+        return Reply(messages.Done())
+
+    def _get_trail(self, request: messages.GetTrail, session: NodeSession) -> Reply:
+        return Reply(messages.Trail(self._trails.find(request.request_id)))
