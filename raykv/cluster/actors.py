@@ -183,6 +183,7 @@ class NodeActor:
             bind=f"{ray.util.get_node_ip_address()}:0",
             host=f"ray-{ray_node_id}" if cluster.separate_hosts else None,
             storage=cluster.storage,
+            nixl=cluster.nixl,
             rdma=cluster.rdma,
             nics=cluster.nics,
             tls=cluster.tls,

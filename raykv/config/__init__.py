@@ -15,8 +15,10 @@ from raykv.config.base import (
     Name,
     Nbytes,
     Nics,
+    Nixl,
     Rdma,
     nic_names,
+    nixl_backends,
     parse_nbytes,
     rdma_devices,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "NamespaceConfig",
     "Nbytes",
     "Nics",
+    "Nixl",
     "NodeConfig",
     "Rdma",
     "SsdConfig",
@@ -57,6 +60,7 @@ __all__ = [
     "environment_of_child",
     "native_wanted",
     "nic_names",
+    "nixl_backends",
     "parse_nbytes",
     "rdma_devices",
 ]

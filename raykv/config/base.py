@@ -36,6 +36,7 @@ Rdma = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*$")]
 Nics = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]+(,[A-Za-z0-9_.:-]+){0,15}$")]
 SocketLibrary = Annotated[str, Field(pattern=r"^[^\s:]+$", max_length=4096)]
 """A shared library: its name, or its path. LD_PRELOAD separates names by spaces and colons."""
+Nixl = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(,[A-Za-z0-9_]+){0,7}$")]
 HugePages = Literal["try", "require", "never"]
 
 
@@ -47,6 +48,13 @@ def rdma_devices(value: str, *, tls: bool) -> tuple[str, ...] | None:
     if value == "auto":
         return None if tls else ()
     return None if value == "off" else tuple(value.split(","))
+
+
+def nixl_backends(value: str, *, tls: bool) -> tuple[str, ...]:
+    """Return the backends in a field of type Nixl: none for "off", UCX for "auto" without `tls`."""
+    if value == "auto":
+        return () if tls else ("UCX",)
+    return () if value == "off" else tuple(value.split(","))
 
 
 def nic_names(value: str) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SecretStr
 
-from raykv.config.base import Model, Nics, Rdma, Seconds
+from raykv.config.base import Model, Nics, Nixl, Rdma, Seconds
 from raykv.config.environment import client_fields
 from raykv.config.tls import TlsConfig
 
@@ -27,6 +27,8 @@ class ClientConfig(Model):
             number of cores, at most 4.
         rdma: "auto": use all active RDMA devices of the host, if pyverbs is installed and there is no TLS. "off": use
             none. Otherwise the names of the devices to use, such as "mlx5_0,mlx5_1"; their bytes are not encrypted.
+        nixl: "off": no NIXL. "auto": use its backend UCX, if it is installed and there is no TLS. Otherwise names
+            of backends, such as "UCX". See docs/security.md before you turn it on.
         nics: The NICs over which large reads from other hosts arrive. "auto": the routing table chooses a NIC for each
             address of the node that is read. "off": use only the node's first address. Otherwise names of interfaces,
             or their IPv4 addresses, such as "eth1,eth2": the first is used with a node's first NIC, and so on.
@@ -42,6 +44,7 @@ class ClientConfig(Model):
     connections_per_peer: Annotated[int, Field(ge=1, le=64)] = 4
     streams_per_peer: Annotated[int, Field(ge=1, le=16)] | None = None
     copy_threads: Annotated[int, Field(ge=1, le=64)] | None = None
+    nixl: Nixl = "off"
     rdma: Rdma = "auto"
     nics: Nics = "auto"
     verify: Literal["remote", "always", "never"] = "remote"

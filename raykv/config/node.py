@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raykv.config.base import Model, Name, Nbytes, Nics, Rdma, Seconds, SocketLibrary
+from raykv.config.base import Model, Name, Nbytes, Nics, Nixl, Rdma, Seconds, SocketLibrary
 from raykv.config.storage import StorageConfig
 from raykv.config.tls import TlsConfig
 
@@ -25,6 +25,8 @@ class NodeConfig(Model):
         storage: The node's memory and tiers.
         rdma: "auto": use all active RDMA devices of the host, if pyverbs is installed and there is no TLS. "off": use
             none. Otherwise the names of the devices to use, such as "mlx5_0,mlx5_1"; their bytes are not encrypted.
+        nixl: "off": no NIXL. "auto": use its backend UCX, if it is installed and there is no TLS. Otherwise names
+            of backends, such as "UCX". See docs/security.md before you turn it on.
         nics: The NICs over which other hosts read chunks from this node: names of interfaces, or their IPv4 addresses,
             such as "eth1,eth2". Large reads use all of them at once. "auto" or "off": only the address in `bind`.
         tls: Certificates for all TCP connections of this node. None: no TLS.
@@ -41,6 +43,7 @@ class NodeConfig(Model):
     heartbeat_s: Seconds = 1.0
     io_timeout_s: Seconds = 10.0
     max_connections: Annotated[int, Field(ge=4, le=65536)] = 1024
+    nixl: Nixl = "off"
     rdma: Rdma = "auto"
     nics: Nics = "auto"
     tls: TlsConfig | None = None
@@ -74,6 +77,7 @@ class ClusterConfig(Model):
             nodes, in proportion to its share of the load. None means no replicas.
         separate_hosts: If true, Ray nodes on one machine do not read each other's shared memory. This simulates a
             network, for tests and demonstrations.
+        nixl: As NodeConfig.nixl, for each node.
         rdma: As NodeConfig.rdma, for each node.
         nics: As NodeConfig.nics, for each node; so name interfaces, not addresses.
         tls: Certificates of each node. The files must be on every host. None: no TLS.
@@ -86,6 +90,7 @@ class ClusterConfig(Model):
     member_timeout_s: Seconds = 5.0
     hot_nbytes_per_s: Nbytes | None = 16_000_000
     separate_hosts: bool = False
+    nixl: Nixl = "off"
     rdma: Rdma = "auto"
     nics: Nics = "auto"
     tls: TlsConfig | None = None

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from raykv.config import GIB, NodeConfig, nic_names, rdma_devices
+from raykv.config import GIB, NodeConfig, nic_names
 from raykv.errors import ConfigError, DamagedError, RayKVError, TransientError, UsageError
 from raykv.membership.membership import MembershipPort
 from raykv.memory.cgroup import memory_limit
@@ -31,7 +31,7 @@ from raykv.node.announcer import Announcer
 from raykv.node.drain import Drain
 from raykv.node.handlers.admin import AdminHandler
 from raykv.node.handlers.locate import LocateHandler
-from raykv.node.handlers.rdma import RdmaHandler
+from raykv.node.handlers.one_sided import OneSidedHandler
 from raykv.node.handlers.read import ReadHandler
 from raykv.node.handlers.write import WriteHandler
 from raykv.node.key_store import KeyStore, keyring_path
@@ -123,7 +123,7 @@ class Node:
         self._reclaimer = Reclaimer(config, store, self.lock, mover, announcer, due, self.drain.started)
         self._spreader = Spreader(config, store, self.lock, peers, announcer.wake, self.drain.started)
         reads = ReadHandler(config.node_id, store, self.lock, mover, index, announcer, self.replicas.meter)
-        self._rdma = RdmaHandler(store, self.lock, reads, peers, rdma_devices(config.rdma, tls=tls is not None))
+        self._one_sided = OneSidedHandler(config, store, self.lock, reads, peers, tls=tls is not None)
         self.handlers = self._handlers(reads)
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -142,7 +142,7 @@ class Node:
             messages.GetView: lambda request, session: Reply(messages.ViewIs(self.view)),
             messages.GetStats: lambda request, session: Reply(messages.Stats(msgspec.json.encode(self.stats()))),
             **reads.table,
-            **self._rdma.table,
+            **self._one_sided.table,
             **writes.table,
             **LocateHandler(self.config.node_id, store, self.lock, mover, self.location_index, announcer).table,
             **AdminHandler(store, self.lock, self.reconciler, self._membership).table,
@@ -177,7 +177,7 @@ class Node:
             "reclaimer": partial(self._reclaimer.run, self._stopping),
             "replicas": partial(self.replicas.run, self._stopping),
             "spreader": partial(self._spreader.run, self._stopping),
-            "rdma": partial(self._rdma.run, self._stopping, self._add_endpoint),
+            **self._one_sided.tasks(self._stopping, self._add_endpoint),
         }.items():
             thread = threading.Thread(target=self._run_task, args=(task,), name=f"raykv-{name}", daemon=True)
             thread.start()
@@ -217,10 +217,11 @@ class Node:
                     log.warning("node %s: %s", self.config.node_id, error)
         return endpoints
 
-    def _add_endpoint(self, addresses: str) -> None:
-        """Let peers know that this node is reached over RDMA. The next heartbeat sends it."""
-        endpoints = {**self.member.endpoints, "rdma": addresses}
-        self.member = msgspec.structs.replace(self.member, endpoints=endpoints)
+    def _add_endpoint(self, name: str, addresses: str) -> None:
+        """Let peers know that this node is reached over a further path. The next heartbeat sends it."""
+        with self.lock:
+            endpoints = {**self.member.endpoints, name: addresses}
+            self.member = msgspec.structs.replace(self.member, endpoints=endpoints)
 
     def _last_view(self) -> View:
         """Return the view of this node's previous process, with the new entry of this node."""
@@ -243,7 +244,7 @@ class Node:
             thread.join(timeout=JOIN_S)
         self._pool.close()
         self._peers.close()
-        self._rdma.close()
+        self._one_sided.close()
         self.mover.close()
         if unlink and self.config.file_prefix is not None:
             remove_all_files(self.config.file_prefix)
@@ -322,7 +323,7 @@ class Node:
         for event in self._events:
             event.set()
         self.replicas.wake()
-        self._rdma.wake()
+        self._one_sided.wake()
 
     # -- state of the node --------------------------------------------------------------------------------------------
 
@@ -378,8 +379,8 @@ class Node:
                 "drain": self.drain.stats(),
                 "heat": heat,
                 "spread": self._spreader.stats(),
-                "rdma": self._rdma.stats(),
                 "socket_library": loaded(self.config.socket_library),
+                **self._one_sided.stats(),
             }
 
     # -- methods for the socket servers -----------------------------------------------------------------------------

@@ -157,6 +157,18 @@ class RdmaConnected(Message):
     record_keys: bytes
 
 
+class NixlConnected(Message):
+    """How the node's agent is reached. `metadata`: the agent's own format; `parts`: as many parts are known now.
+
+    `arena`, `records`: as in RdmaConnected. In Found, the key of a chunk is the number of its part, from 1.
+    """
+
+    metadata: bytes
+    parts: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+    arena: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    records: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
 class Located(Message):
     """The holders of chunks.
 

@@ -28,6 +28,7 @@ from raykv.protocol.answers import Histories as Histories
 from raykv.protocol.answers import Lent as Lent
 from raykv.protocol.answers import Located as Located
 from raykv.protocol.answers import Message as Message
+from raykv.protocol.answers import NixlConnected as NixlConnected
 from raykv.protocol.answers import RdmaConnected as RdmaConnected
 from raykv.protocol.answers import Reading as Reading
 from raykv.protocol.answers import Stats as Stats
@@ -168,10 +169,17 @@ class Read(Message):
 
 
 class Find(Message):
-    """Ask where the node has chunks, to read them over RDMA. Answer: Found. `locate`: as in Read."""
+    """Ask where the node has chunks, to read them over RDMA or NIXL. Answer: Found. `locate`: as in Read."""
 
     keys: bytes
     locate: bool = False
+    nixl: bool = False
+
+
+class ConnectNixl(Message):
+    """Ask how the node's agent is reached. `parts`: how many parts the sender knows already. Answer: NixlConnected."""
+
+    parts: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)] = 0
 
 
 class ConnectRdma(Message):
@@ -350,8 +358,10 @@ Request = (
     Attach | GetView | GetStats | OpenNamespace | Lend | Commit | GiveBack | Write | Placed | Checksums | Read | Find
     | Pin | Unpin | ConnectRdma | Promote | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt
     | Report | RecordTrace | FetchTrace | AddToTrail | GetTrail | Drain | Heartbeat | Leave
+    | ConnectNixl
 )  # fmt: skip
 Answer = (
     Done | Count | Attached | ViewIs | Lent | Committed | Accepted | Held | Reading | Found | RdmaConnected | Located
     | Histories | Configured | Trace | Trail | HeartbeatAnswer | Unavailable | Stats | Failure
+    | NixlConnected
 )  # fmt: skip

@@ -44,7 +44,8 @@ class Member(msgspec.Struct, frozen=True):
         node_id: The node's name.
         host: Identity of the node's host. Processes with equal hosts share memory.
         endpoints: Addresses by transport: "tcp" has "host:port", "unix" has "unix:..." for the node's host, and "rdma"
-            has the GIDs of the node's ports, for people to read. Without "rdma" the node is not read over RDMA. "nic0",
+            has the GIDs of the node's ports, for people to read. Without "rdma" the node is not read over RDMA. "nixl"
+            has the names of NIXL's backends. "nic0",
             "nic1", ... have "host:port" for the node's NICs, if it is read over several; "tcp" may equal one of them.
         weight: The node's share of the ring, relative to other nodes.
         incarnation: Start time of the node's process. After a restart this time differs, and the node's location index

@@ -12,7 +12,7 @@ from raykv.memory.reader import ONE_THREAD, ShmReader
 from raykv.protocol import messages
 from raykv.protocol.codec import expect
 from raykv.protocol.placement import Member
-from raykv.transport import rdma
+from raykv.transport import nixl, rdma
 from raykv.transport.bulk_read import BulkRead, ReadRun
 from raykv.transport.bulk_write import BulkWrite
 from raykv.transport.pool import ConnectionPool
@@ -130,6 +130,7 @@ class PathEnvironment(NamedTuple):
         rdma: Names of the RDMA devices to use; empty for all. None: no RDMA.
         sources: The reader's IPv4 addresses for large reads over TCP; empty: the routing table chooses. None: each node
             is read over one of its NICs.
+        nixl: Names of the backends of NIXL; empty: no NIXL.
     """
 
     pool: ConnectionPool
@@ -138,6 +139,7 @@ class PathEnvironment(NamedTuple):
     threads: CopyThreads = ONE_THREAD
     rdma: tuple[str, ...] | None = ()
     sources: tuple[str, ...] | None = ()
+    nixl: tuple[str, ...] = ()
 
 
 class LinkPath(DataPath):
@@ -313,6 +315,17 @@ def _open_rdma(environment: PathEnvironment) -> DataPath | None:
     return path
 
 
+def _open_nixl(environment: PathEnvironment) -> DataPath | None:
+    if not environment.nixl:
+        return None
+    if reason := nixl.missing():
+        log.warning("other hosts are not read over NIXL: %s", reason)
+        return None
+    module = importlib.import_module("raykv.transport.nixl.path")
+    path: DataPath | None = module.open_path(environment)
+    return path
+
+
 _openers: Final[dict[str, Callable[[PathEnvironment], DataPath | None]]] = {}
 
 
@@ -333,4 +346,5 @@ def open_data_paths(environment: PathEnvironment) -> DataPaths:
 
 register_data_path("tcp", LinkPath)
 register_data_path("rdma", _open_rdma)
+register_data_path("nixl", _open_nixl)
 register_data_path("shm", ShmPath)

@@ -27,7 +27,7 @@ SIZE = 400_000
 
 @pytest.fixture
 def both(monkeypatch):
-    monkeypatch.setattr("raykv.transport.rdma.path.RETRY_S", 1.0)
+    monkeypatch.setattr("raykv.transport.one_sided.path.RETRY_S", 1.0)
     monkeypatch.setattr("raykv.client.root_copies.COPY_READS", 1 << 30)  # so that all reads go to the other node
     with pair() as made:
         made.wait_registered()

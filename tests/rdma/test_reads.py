@@ -70,7 +70,7 @@ def test_a_corrupt_chunk_is_a_miss_and_dropped(both):
 
 
 def test_several_windows(both, monkeypatch):
-    monkeypatch.setattr("raykv.transport.rdma.remote_read.STAGE_NBYTES", 700_000)  # two chunks, and their records
+    monkeypatch.setattr("raykv.transport.one_sided.remote_read.STAGE_NBYTES", 700_000)  # two chunks, and their records
     sizes = [300_000] * 7
     names = both.put(sizes, first=400)
     result, into = both.get(names, sizes)

@@ -77,7 +77,7 @@ def shared() -> Iterator[Pushes]:
 @pytest.fixture
 def pushes(shared: Pushes, monkeypatch) -> Pushes:
     """The shared nodes, after failures of earlier tests are forgotten."""
-    monkeypatch.setattr("raykv.transport.rdma.path.RETRY_S", 0.5)
+    monkeypatch.setattr("raykv.transport.one_sided.path.RETRY_S", 0.5)
     wait_until(lambda: not shared.over_tcp(), START_S)
     return shared
 
@@ -157,7 +157,7 @@ def test_a_part_of_a_put_goes_over_tcp(pushes, monkeypatch):
 
 
 def test_wrong_keys_of_the_registration(pushes, monkeypatch):
-    monkeypatch.setattr("raykv.transport.rdma.path.RETRY_S", 5.0)
+    monkeypatch.setattr("raykv.transport.one_sided.path.RETRY_S", 5.0)
     all_exports = [node._rdma._exports for node in pushes.nodes]
     before = pushes.received()
     for exports in all_exports:

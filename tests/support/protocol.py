@@ -72,6 +72,8 @@ EXAMPLES = [
     messages.Find(b"keys", True),
     messages.Found(b"r", b"o", b"n", b"c", b"g", b"k", (("a",), ("b", "a")), b"places"),
     messages.ConnectRdma((QueuePairEnd("::ffff:10.0.0.1", 3, 17, 99, 5),)),
+    messages.ConnectNixl(3),
+    messages.NixlConnected(b"nixlSerDes", 4, 1 << 47, 4096),
     messages.RdmaConnected((QueuePairEnd("fe80::1", 0, 18, 100, 3),), 1 << 47, 4096, b"keys"),
     messages.Located((("a", "b"), ("b",)), b"places", b"lengths", b"bits"),
     messages.Histories(b"p", b"n", b"r", b"t", b"a", b"o", b"k", ("lru",), 1.5),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raykv.errors import ConfigError, UsageError
-from raykv.node.handlers.read import ReadHandler
 from raykv.node.peers import Peers
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import messages
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class RdmaHandler:
-    """Connects queue pairs of peers, and tells where chunks are.
+    """Connects queue pairs of peers.
 
     Attributes:
         reason: Why peers do not reach the node over RDMA; empty if they do.
@@ -33,15 +32,14 @@ class RdmaHandler:
         self,
         store: Store,
         lock: threading.Lock,
-        reads: ReadHandler,
         peers: Peers,
         devices: tuple[str, ...] | None,
     ) -> None:
         """Take the node's parts. `devices`: names of the devices to use; empty for all. None: no RDMA."""
-        self._store, self._lock, self._reads, self._peers, self._devices = store, lock, reads, peers, devices
+        self._store, self._lock, self._peers, self._devices = store, lock, peers, devices
         self._exports: Exports | None = None
         self.reason = "it is turned off" if devices is None else rdma.missing() or "the devices are not open yet"
-        self.table: HandlerTable = {messages.ConnectRdma: self._connect, messages.Find: self._find}
+        self.table: HandlerTable = {messages.ConnectRdma: self._connect}
 
     def run(self, stopping: threading.Event, on_open: Callable[[str], None]) -> None:
         """Open the devices, and register memory until the node stops. Returns at once if there is no device.
@@ -95,25 +93,6 @@ class RdmaHandler:
             session.queue_pairs.close()
         session.queue_pairs, answer = self._exports.connect(request.ends)
         return Reply(answer)
-
-    def _find(self, request: messages.Find, session: NodeSession) -> Reply:
-        pairs = session.require_queue_pairs()
-        pinned, choices, numbers = self._reads.look(request)
-        offsets = pinned.offsets * (pinned.rows >= 0)
-        generations = self._store.table.columns.generation[pinned.rows]
-        self._reads.end_pins(pinned.rows)
-        return Reply(
-            messages.Found(
-                rows=pinned.rows.tobytes(),
-                offsets=offsets.tobytes(),
-                nbytes=pinned.nbytes.tobytes(),
-                checksums=pinned.checksums.tobytes(),
-                generations=generations.tobytes(),
-                remote_keys=pairs.remote_keys(offsets),
-                choices=choices,
-                places=numbers,
-            )
-        )
 
     def stats(self) -> dict[str, object]:
         """Return the devices, what is registered, and what peers have written."""

@@ -5,8 +5,6 @@ Peers read it, and write to slots that were lent to them, without the node's CPU
 
 import logging
 import threading
-import time
-from collections import deque
 from typing import Any, Final
 
 import numpy as np
@@ -18,20 +16,20 @@ from raykv.memory.table import Table
 from raykv.protocol.messages import RdmaConnected
 from raykv.protocol.rdma import QueuePairEnd
 from raykv.transport.forking import abandon, drop_after_fork
+from raykv.transport.one_sided.base import Broken
+from raykv.transport.one_sided.extents import ExtentQueue
 from raykv.transport.rdma.device import READABLE, WRITABLE, Device, open_devices
-from raykv.transport.rdma.queue_pair import Broken, QueuePair
+from raykv.transport.rdma.queue_pair import QueuePair
 
 log = logging.getLogger(__name__)
 
-REST_SHARE: Final = 2.0
-"""After each registration the thread rests for this many times as long, because pyverbs does not release the GIL."""
 NO_END: Final = QueuePairEnd("", 0, 0, 0, 1)
 """Stands for an end that could not be connected."""
 MAX_QUEUE_PAIRS: Final = 4096
 """At most this many queue pairs of peers are open."""
 
 
-class Exports:
+class Exports(ExtentQueue):
     """The registered memory of one node. Thread-safe.
 
     An extent of the arena is registered in the background, after it got real memory. Until then, its chunks go over
@@ -50,12 +48,10 @@ class Exports:
         Raises:
             CapacityError: The records cannot be registered.
         """
-        self.devices, self.refused = devices, ""
-        self._arena, self._extent_nbytes = arena, table.extent_nbytes
+        super().__init__(table.extent_nbytes)
+        self.devices, self._arena = devices, arena
         self._keys: npt.NDArray[np.uint32] = np.zeros((len(devices), table.extents), np.uint32)
         self._local_keys = np.zeros_like(self._keys)
-        self._waiting: deque[int] = deque()
-        self._due = threading.Event()
         self._lock = threading.Lock()
         self.open_pairs = self.received = self.received_nbytes = 0
         self._registrations: list[Any] = []
@@ -81,30 +77,10 @@ class Exports:
             log.warning("peers reach this node over TCP only: %s", error)
             return None
 
-    def add(self, offset: int, nbytes: int) -> None:
-        """Register a part of the arena later: whole extents that have real memory. Returns at once."""
-        first, end = offset // self._extent_nbytes, (offset + nbytes) // self._extent_nbytes
-        self._waiting.extend(range(first, end))
-        self._due.set()
-
-    def run(self, stopping: threading.Event) -> None:
-        """Register what was added, until `stopping` is set and `wake` was called."""
-        while not stopping.is_set():
-            self._due.wait()
-            self._due.clear()
-            while self._waiting and not self.refused and not stopping.is_set():
-                began_s = time.perf_counter()
-                self._register(self._waiting.popleft())
-                stopping.wait(REST_SHARE * (time.perf_counter() - began_s))
-
     def after_fork(self) -> None:
         """Leave the devices to the parent."""
         abandon((self.devices, self._registrations))
         self.devices, self._registrations = [], []
-
-    def wake(self) -> None:
-        """Let `run` look at its `stopping` event."""
-        self._due.set()
 
     def _register(self, extent: int) -> None:
         address = self._arena.address + extent * self._extent_nbytes

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from raykv.errors import PeerUnavailable
 from raykv.protocol.rdma import QueuePairEnd
+from raykv.transport.one_sided.base import Broken, Late
 from raykv.transport.rdma import neighbours, verbs
 from raykv.transport.rdma.device import Device
 
@@ -38,14 +38,6 @@ class Piece(NamedTuple):
     remote: int
     rkey: int
     nbytes: int
-
-
-class Broken(PeerUnavailable):
-    """The queue pair cannot be used any more. The connection for messages may still work."""
-
-
-class Late(Broken):
-    """The deadline has passed before a request was done. This says nothing about the queue pair."""
 
 
 class QueuePair:

@@ -19,9 +19,9 @@ from raykv.memory.copying import CopyThreads, checksums_of
 from raykv.protocol import messages
 from raykv.protocol.codec import array
 from raykv.transport.bulk_write import Pieces, Placement
-from raykv.transport.rdma.queue_pair import Broken, Late
-from raykv.transport.rdma.staging import STAGE_NBYTES, Stage, Stages, aligned
-from raykv.transport.rdma.transfer import Connection, Item, LocalRails, Transfer
+from raykv.transport.one_sided.base import Broken, Item, Late
+from raykv.transport.one_sided.staging import STAGE_NBYTES, Stage, Stages, aligned
+from raykv.transport.rdma.transfer import Connection, LocalRails, Transfer
 
 WINDOW_NBYTES: Final = 8 << 20
 """Chunks of at most this many bytes, or one chunk, are posted together. Two such windows are under way at once."""

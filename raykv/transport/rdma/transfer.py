@@ -1,16 +1,17 @@
 """Moves bytes from or to a peer's memory over the rails of a connection. The rails of a host are its RDMA ports."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from raykv.errors import ProtocolError
 from raykv.protocol import messages
 from raykv.protocol.codec import array, expect
 from raykv.transport.link import Link
+from raykv.transport.one_sided.base import Broken, Item, Late
 from raykv.transport.rails.shared import UNKNOWN_RATE, SharedRails
 from raykv.transport.rails.striping import Share
 from raykv.transport.rdma.device import Device
-from raykv.transport.rdma.queue_pair import Broken, Late, Piece, QueuePair
+from raykv.transport.rdma.queue_pair import Piece, QueuePair
 
 PAUSE_S: Final = 2.0
 """A rail that failed is left alone for this long the first time, and for up to four times as long later."""
@@ -34,11 +35,14 @@ class Connection:
     """The queue pairs that belong to one link: one for each rail. They end with the link.
 
     Attributes:
+        path: Name of the data path.
         ends: Number of queue pairs that were connected.
         pairs: The queue pair of each rail. None: it failed.
         arena, records: Addresses in the peer's process; see `messages.RdmaConnected`.
         record_keys: For each of the `ends`, the key of the registration of the records.
     """
+
+    path: Final = "rdma"
 
     def __init__(self, link: Link, rails: LocalRails, *, deadline_s: float) -> None:
         """Connect.
@@ -47,6 +51,7 @@ class Connection:
             Broken: No device works, or none reaches the peer.
             RayKVError: The node refuses: it has no device. Or an error of `Link.call`.
         """
+        self._rails = rails
         self.pairs: list[QueuePair | None] = []
         self._reasons: dict[int, str] = {}  # why the queue pair of a rail failed
         for rail, device in enumerate(rails.devices):
@@ -95,6 +100,14 @@ class Connection:
         """Whether a rail that may be used has no queue pair here, because it failed before."""
         return any(pair is None and rails.admits(rail) for rail, pair in enumerate(self.pairs))
 
+    def readable(self, keys: Sequence[int]) -> bool:
+        """Return whether a chunk with these keys of its registration can be read."""
+        return all(keys)
+
+    def moving(self, items: Sequence[Item]) -> "Transfer":
+        """Prepare to read `items`. Large batches are divided among the rails."""
+        return Transfer(self, self._rails, items)
+
     def key(self, keys: Sequence[int], rail: int) -> int:
         """Return the key for a rail out of `keys`, which has one for each of the `ends`."""
         number = self._end_of[rail]
@@ -112,22 +125,6 @@ class Connection:
         """Destroy all queue pairs. When this has returned, no device uses memory of this process any more."""
         for rail in range(len(self.pairs)):
             self.drop(rail)
-
-
-class Item(NamedTuple):
-    """Bytes to move between two addresses.
-
-    Attributes:
-        local, lkeys: Address here, and the local key of its registration for each rail.
-        remote, rkeys: Address at the peer, and the key of its registration for each of the ends.
-        nbytes: Number of bytes.
-    """
-
-    local: int
-    lkeys: Sequence[int]
-    remote: int
-    rkeys: Sequence[int]
-    nbytes: int
 
 
 class Transfer:
@@ -219,3 +216,7 @@ class Transfer:
         for share in [*self._failed, *(share for share, *_ in self._posted)]:
             self._rails.cancel(share)
         self._failed, self._posted = [], []
+
+    def idle(self) -> bool:
+        """Return True: the queue pairs are destroyed."""
+        return True

@@ -1,4 +1,4 @@
-"""Reads a run of chunks over RDMA. The holder is asked where the chunks are; then its CPU has no part in the transfer.
+"""Reads a run of chunks one-sidedly. The holder is asked where the chunks are; then it has no part in the transfer.
 
 A transfer is valid if the row's record is the same after it as the holder has said before it, with an even generation:
 the rule for reads of shared memory (see `raykv.memory.table`). The records are read only when all bytes are here,
@@ -18,9 +18,8 @@ from raykv.protocol import messages
 from raykv.protocol.codec import array, expect
 from raykv.transport.bulk_read import PART_KEYS, ReadRun
 from raykv.transport.link import Link
-from raykv.transport.rdma.queue_pair import Late
-from raykv.transport.rdma.staging import STAGE_NBYTES, Stage, Stages, aligned
-from raykv.transport.rdma.transfer import Connection, Item, LocalRails, Transfer
+from raykv.transport.one_sided.base import Item, Late, Moving, Reading
+from raykv.transport.one_sided.staging import STAGE_NBYTES, Stage, Stages, aligned
 
 PART_NBYTES: Final = STAGE_NBYTES
 """One request asks for chunks of at most this many bytes, or for one chunk."""
@@ -46,7 +45,7 @@ class Window:
     starts: list[int] = field(default_factory=list)
     used: int = 0
     stage: Stage | None = None
-    transfer: Transfer | None = None
+    transfer: Moving | None = None
 
     def fits(self, source: Source) -> bool:
         """Whether there is room for a further chunk, and for the records of all chunks behind them."""
@@ -65,15 +64,14 @@ class RemoteRead:
     def __init__(
         self,
         run: ReadRun,
-        connection: Connection,
+        connection: Reading,
         stages: Stages,
-        rails: LocalRails,
         *,
         verify: bool,
         threads: CopyThreads,
     ) -> None:
         """`verify`: whether to compare checksums, in addition to the records."""
-        self._run, self._connection, self._stages, self._rails = run, connection, stages, rails
+        self._run, self._connection, self._stages = run, connection, stages
         self._verify, self._threads = verify, threads
         self._named_any = False
         self.left: list[int] = []
@@ -82,14 +80,14 @@ class RemoteRead:
         """Read the chunks that have not arrived.
 
         Returns:
-            Indices of the chunks that the holder has, but that cannot be read over RDMA: they are too large, or their
+            Indices of the chunks that the holder has, but that cannot be read one-sidedly: they are too large, or their
             memory is not registered yet.
 
         Raises:
-            Broken: A queue pair failed. What arrived before is valid.
+            Broken: The connection failed. What arrived before is valid.
             RayKVError: An error of `Link.call`.
         """
-        self._run.begin("rdma")
+        self._run.begin(self._connection.path)
         ahead: Window | None = None
         held: list[Window] = []
         try:
@@ -105,7 +103,7 @@ class RemoteRead:
                 self._begin_end(ahead, deadline_s)
                 self._end(ahead, held, deadline_s)
         except BaseException:
-            self._connection.close()  # so that no device writes to the stages, which are given back now
+            self._connection.close()  # so that nothing writes to the stages, which are given back now
             link.close()
             raise
         finally:
@@ -132,11 +130,11 @@ class RemoteRead:
         return ahead
 
     def _give_up(self, window: Window) -> None:
-        """End a window after an error. The queue pairs are destroyed already."""
+        """End a window after an error. The connection is closed already."""
         if window.transfer is not None:
             window.transfer.cancel()
         if window.stage is not None:
-            self._stages.give(window.stage)
+            self._stages.give(window.stage, None if window.transfer is None else window.transfer.idle)
 
     # -- where the chunks are ---------------------------------------------------------------------------------------
 
@@ -157,7 +155,8 @@ class RemoteRead:
         parts = deque(progress.cut(self._run.missing, nbytes=PART_NBYTES, keys=PART_KEYS))
         while parts and not self._named_any:
             part = parts.popleft()
-            request = messages.Find(progress.raw_keys(part), self._run.locate, group=progress.group)
+            nixl = self._connection.path == "nixl"
+            request = messages.Find(progress.raw_keys(part), self._run.locate, nixl, group=progress.group)
             found = expect(messages.Found, link.call(request, deadline_s=deadline_s))
             yield from self._sources_in(found, part)
 
@@ -183,7 +182,7 @@ class RemoteRead:
                 continue
             if source.nbytes != run.progress.sizes[source.place]:
                 run.other_size.append(source.place)
-            elif not all(source.keys) or source.nbytes + RECORD.itemsize > STAGE_NBYTES:
+            elif not self._connection.readable(source.keys) or source.nbytes + RECORD.itemsize > STAGE_NBYTES:
                 self.left.append(source.place)
             else:
                 yield source
@@ -191,14 +190,14 @@ class RemoteRead:
     # -- one window -------------------------------------------------------------------------------------------------
 
     def _start(self, window: Window, deadline_s: float) -> None:
-        """Post the reads of all chunks. Large windows are divided among the rails."""
+        """Post the reads of all chunks."""
         arena, stage = self._connection.arena, window.stage
         assert stage is not None
         items = [
             Item(stage.address + start, stage.keys, arena + source.offset, source.keys, source.nbytes)
             for source, start in zip(window.sources, window.starts, strict=True)
         ]
-        window.transfer = Transfer(self._connection, self._rails, items)
+        window.transfer = self._connection.moving(items)
         window.transfer.start(deadline_s)
 
     def _begin_end(self, window: Window, deadline_s: float) -> None:
@@ -213,7 +212,7 @@ class RemoteRead:
             Item(behind + number * size, stage.keys, records + source.row * size, keys, size)
             for number, source in enumerate(window.sources)
         ]
-        window.transfer = Transfer(self._connection, self._rails, items)
+        window.transfer = self._connection.moving(items)
         window.transfer.start(deadline_s)
 
     def _end(self, window: Window, held: list[Window], deadline_s: float) -> None:
