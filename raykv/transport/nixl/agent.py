@@ -30,8 +30,8 @@ class Registered:
     lkey = 1
 
     def __init__(self, agent: Any, address: int, nbytes: int) -> None:
-        self._agent = agent
-        self.descriptors = agent.get_reg_descs([(address, nbytes, 0, "")], "DRAM")
+        self._agent, self.place = agent, (address, nbytes, 0, "")
+        self.descriptors = agent.get_reg_descs([self.place], "DRAM")
         try:
             agent.register_memory(self.descriptors)
         except ERRORS as error:
@@ -77,8 +77,7 @@ class Agent:
     def metadata_of(self, registered: list[Registered]) -> bytes:
         """Return what a peer needs in order to reach this agent and this memory. Raises CapacityError."""
         try:
-            pieces = [descriptor for each in registered for descriptor in each.descriptors]
-            listed = self.nixl.get_reg_descs([(*piece, "") for piece in pieces], "DRAM")
+            listed = self.nixl.get_reg_descs([each.place for each in registered], "DRAM")
             return bytes(self.nixl.get_partial_agent_metadata(listed, True, list(self.nixl.backends)))
         except ERRORS as error:
             raise CapacityError(f"NIXL gives no metadata: {error}") from error
