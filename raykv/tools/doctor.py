@@ -18,6 +18,7 @@ from raykv.memory import native, numa, pages
 from raykv.memory.cgroup import cgroup_file, lines_of
 from raykv.memory.cgroup import memory_limit as find_memory_limit
 from raykv.memory.host import meminfo
+from raykv.transport import nixl
 from raykv.transport.rails.topology import Gpu, Place, Topology, read_topology
 from raykv.transport.socket_library import installed_libraries, loaded_libraries, supervisors
 
@@ -49,7 +50,8 @@ class Finding:
 def examine(root: Path = Path("/")) -> list[Finding]:
     """Run all checks. This changes nothing on the host."""
     memory = (shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes)
-    software, network = (system, compiled_loops), (tcp, sockets, rdma_devices, locked_memory, nics, nearest_nics)
+    software = (system, compiled_loops)
+    network = (tcp, sockets, rdma_devices, nixl_agent, locked_memory, nics, nearest_nics)
     return [check(root) for check in (*memory, cores, open_files, *software, *network, gpu)]
 
 
@@ -213,6 +215,16 @@ def sockets(root: Path) -> Finding:
     lines = [f"installed: {', '.join(found) or 'no accelerated socket library'}", f"this process: {here}"]
     lines += [f"supervisor {pid}: LD_PRELOAD {preload or 'is not set'}" for pid, preload in supervisors(root)]
     return Finding("socket library", "ok", "\n".join(lines))
+
+
+def nixl_agent(root: Path) -> Finding:
+    """Check whether NIXL is installed. It is off by default, so the grade is always "ok"."""
+    if nixl.missing():
+        says = (
+            "not installed; pip install 'raykv[nixl]' brings reads over UCX, for EFA and NICs without verbs in pyverbs"
+        )
+        return Finding("NIXL", "ok", says)
+    return Finding("NIXL", "ok", 'installed; used if the field nixl is not "off" (see docs/security.md)')
 
 
 def locked_memory(root: Path) -> Finding:
