@@ -220,9 +220,7 @@ def sockets(root: Path) -> Finding:
 def nixl_agent(root: Path) -> Finding:
     """Check whether NIXL is installed. It is off by default, so the grade is always "ok"."""
     if nixl.missing():
-        says = (
-            "not installed; pip install 'raykv[nixl]' brings reads over UCX, for EFA and NICs without verbs in pyverbs"
-        )
+        says = "not installed; pip install 'raykv[nixl]' brings reads over UCX: RDMA, EFA or TCP"
         return Finding("NIXL", "ok", says)
     return Finding("NIXL", "ok", 'installed; used if the field nixl is not "off" (see docs/security.md)')
 
