@@ -10,9 +10,9 @@ import raykv
 from tests import structure
 from tests.structure import TOPMOST, imports_of, module_of, package_of, sources
 
-OPTIONAL = ["ray", "torch", "cupy", "pyverbs", "vllm", "sglang", "openai", "transformers", "safetensors"]
-NEEDS_PYVERBS = "transport.rdma."
-"""Modules whose names begin so are imported only where pyverbs is."""
+OPTIONAL = ["ray", "torch", "cupy", "pyverbs", "nixl", "vllm", "sglang", "openai", "transformers", "safetensors"]
+NEEDS_MORE = ("transport.rdma.", "transport.nixl.")
+"""Modules whose names begin so are imported only where pyverbs or NIXL is."""
 CORE = [path for path in sources() if package_of(module_of(path)) not in TOPMOST | {"planner"}]
 
 
@@ -49,7 +49,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import raykv
 for name in {sorted(module_of(path) for path in CORE)!r}:
-    if not name.startswith({NEEDS_PYVERBS!r}):
+    if not name.startswith({NEEDS_MORE!r}):
         import_module("raykv." + name)
 with raykv.embedded(2, arena_nbytes="1 MiB", extent_nbytes="64 KiB") as cluster:
     client = cluster.client(raykv.Namespace(model="m"))

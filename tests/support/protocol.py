@@ -69,7 +69,7 @@ EXAMPLES = [
     messages.Accepted(b"p", 2, b"o", b"k"),
     messages.Held(b"r", b"o", b"n", b"c"),
     messages.Reading(b"n", b"c", (("a",), ("b", "a")), b"places"),
-    messages.Find(b"keys", True),
+    messages.Find(b"keys", True, True),
     messages.Found(b"r", b"o", b"n", b"c", b"g", b"k", (("a",), ("b", "a")), b"places"),
     messages.ConnectRdma((QueuePairEnd("::ffff:10.0.0.1", 3, 17, 99, 5),)),
     messages.ConnectNixl(3),
