@@ -17,6 +17,8 @@ ERRORS: Final = tuple(
     each for each in vars(nixl._bindings).values() if isinstance(each, type) and issubclass(each, Exception)
 )
 """All errors of NIXL. They have no base class of their own."""
+_SYNC: Final = getattr(nixl._api, "nixl_thread_sync_t", nixl._bindings.nixl_thread_sync_t)
+"""1.3.2 has two classes of this name, and its config takes that of `_api` only."""
 SPIN_S: Final = 50e-6
 NAP_S: Final = 100e-6
 """A wait polls for SPIN_S, then it sleeps for NAP_S between polls. NIXL releases the GIL while it posts and polls."""
@@ -60,7 +62,7 @@ class Agent:
             enable_prog_thread=True,
             enable_listen_thread=False,
             backends=list(backends),
-            sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            sync_mode=_SYNC.NIXL_THREAD_SYNC_STRICT,
         )
         try:
             self.nixl = nixl.nixl_agent(f"raykv-{uuid4().hex}", config)
