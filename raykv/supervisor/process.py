@@ -23,10 +23,11 @@ from typing import Any, Final
 
 import msgspec
 
-from raykv.config import NodeConfig
+from raykv.config import NodeConfig, rdma_devices
 from raykv.errors import ConfigError
 from raykv.membership.proxy import MembershipProxy
 from raykv.node.node import Node
+from raykv.transport import rdma
 
 log = logging.getLogger("raykv.supervisor.process")  # not __name__, which is "__main__" in this process
 
@@ -85,6 +86,8 @@ class Supervisor:
     def run(self) -> int:
         """Run until the owner stops the node or closes stdin, or a node refuses its config. Return the exit status."""
         self._hold_port()
+        if rdma_devices(self._config.rdma, tls=self._config.tls is not None) is not None:
+            rdma.import_ahead()
         gc.collect()
         gc.freeze()  # otherwise garbage collection in a node would copy the pages shared with the supervisor
         delay_s = 0.0
