@@ -48,7 +48,7 @@ def shm_size(monkeypatch):
 
 def test_this_host_is_looked_at_and_every_finding_is_whole():
     found = doctor.examine()
-    assert len({finding.name for finding in found}) == 16
+    assert len({finding.name for finding in found}) == 17
     for finding in found:
         assert finding.grade in ("ok", "better", "wrong")
         assert finding.name

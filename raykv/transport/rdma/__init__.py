@@ -1,6 +1,5 @@
 """One-sided reads and writes over RDMA. Only the other modules of this package need pyverbs; import them late."""
 
-import importlib
 import importlib.util
 from contextlib import suppress
 from pathlib import Path
@@ -26,5 +25,4 @@ def import_ahead() -> None:
     """
     if not missing():
         with suppress(ImportError):
-            importlib.import_module("raykv.transport.rdma.path")
-            importlib.import_module("raykv.transport.rdma.exports")
+            from raykv.transport.rdma import exports, path  # noqa: F401
