@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -86,8 +87,7 @@ class Supervisor:
     def run(self) -> int:
         """Run until the owner stops the node or closes stdin, or a node refuses its config. Return the exit status."""
         self._hold_port()
-        if rdma_devices(self._config.rdma, tls=self._config.tls is not None) is not None:
-            rdma.import_ahead()
+        self._import_ahead()
         gc.collect()
         gc.freeze()  # otherwise garbage collection in a node would copy the pages shared with the supervisor
         delay_s = 0.0
@@ -118,6 +118,13 @@ class Supervisor:
         except (OSError, OverflowError):
             return  # the node will report the error
         self._config = self._config.model_copy(update={"bind": f"{host}:{self._port.getsockname()[1]}"})
+
+    def _import_ahead(self) -> None:
+        """Import pyverbs, if the node will use it. If this fails, it fails again in the node, which reports it."""
+        devices = rdma_devices(self._config.rdma, tls=self._config.tls is not None)
+        if devices is not None and not rdma.missing():
+            with suppress(ImportError):
+                from raykv.transport.rdma import exports, path  # noqa: F401
 
     # -- the supervisor's side ---------------------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
 """One-sided reads and writes over RDMA. Only the other modules of this package need pyverbs; import them late."""
 
 import importlib.util
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -16,13 +15,3 @@ def missing() -> str:
     if importlib.util.find_spec("pyverbs") is None:
         return "pyverbs is not installed; take it from the distribution (python3-pyverbs) or from MLNX_OFED"
     return ""
-
-
-def import_ahead() -> None:
-    """Import pyverbs now, if RDMA can be used here, so that later forks of this process have it already.
-
-    If the import fails, it fails again where RDMA is used, and there the error is reported.
-    """
-    if not missing():
-        with suppress(ImportError):
-            from raykv.transport.rdma import exports, path  # noqa: F401
