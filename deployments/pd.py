@@ -49,6 +49,7 @@ class EngineArgs(Model):
         pool_nbytes: Start the raykv cluster with this much memory on each Ray node. None: it runs already (`raykv up`).
         router: Send each request to the worker that can answer it first: fields of
             `raykv.integrations.routing.choice.RouterOptions`. None: to any worker, by power of two choices.
+        lora: Serve LoRA adapters: the fields of Ray Serve's `LoraConfig`. None: no adapters.
         engine: Further arguments of vLLM, such as tensor_parallel_size.
     """
 
@@ -63,6 +64,7 @@ class EngineArgs(Model):
     pool: Name = "default"
     pool_nbytes: Nbytes | None = None
     router: dict[str, Any] | None = None
+    lora: dict[str, Any] | None = None
     engine: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -71,12 +73,17 @@ class PDArgs(EngineArgs):
 
     Attributes:
         prefill_replicas, decode_replicas: Number of workers of each kind.
+        prefill_autoscaling, decode_autoscaling: Let Ray Serve change the number of workers of a kind: the fields of its
+            `AutoscalingConfig`. The two kinds scale apart. Ray Serve counts the requests that a worker has: in prefill
+            until their first token, in decode until their end. None: the number is fixed.
         prefill_resources, decode_resources: Custom Ray resources that each worker needs. They decide on which Ray nodes
             it may run.
     """
 
     prefill_replicas: Annotated[int, Field(ge=1)] = 1
     decode_replicas: Annotated[int, Field(ge=1)] = 1
+    prefill_autoscaling: dict[str, Any] | None = None
+    decode_autoscaling: dict[str, Any] | None = None
     prefill_resources: dict[str, float] = Field(default_factory=dict)
     decode_resources: dict[str, float] = Field(default_factory=dict)
 
@@ -90,13 +97,13 @@ def build(args: PDArgs) -> Application:
     from ray.serve.llm import build_pd_openai_app  # imports vLLM, which takes seconds
 
     prepare(args)
-    return build_pd_openai_app(
-        {
-            "prefill_config": llm_config(args, args.prefill_replicas, args.prefill_resources, role="prefill"),
-            "decode_config": llm_config(args, args.decode_replicas, args.decode_resources, role="decode"),
-            **INGRESS,
-        }
+    prefill = llm_config(
+        args, args.prefill_replicas, args.prefill_resources, role="prefill", autoscaling=args.prefill_autoscaling
     )
+    decode = llm_config(
+        args, args.decode_replicas, args.decode_resources, role="decode", autoscaling=args.decode_autoscaling
+    )
+    return build_pd_openai_app({"prefill_config": prefill, "decode_config": decode, **INGRESS})
 
 
 def prepare(args: EngineArgs) -> None:
@@ -109,8 +116,25 @@ def prepare(args: EngineArgs) -> None:
     backend.register()
 
 
-def llm_config(args: EngineArgs, replicas: int, resources: dict[str, float], *, role: str = "both") -> dict[str, Any]:
-    """Return the fields of Ray Serve's LLMConfig for one kind of worker. `role`: see `RouterOptions`."""
+def model_id(args: EngineArgs) -> str:
+    """Return the model's name for clients."""
+    return args.model_id or Path(args.model).name
+
+
+def llm_config(
+    args: EngineArgs,
+    replicas: int,
+    resources: dict[str, float],
+    *,
+    role: str = "both",
+    autoscaling: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the fields of Ray Serve's LLMConfig for one kind of worker.
+
+    Args:
+        role: See `RouterOptions`.
+        autoscaling: In place of `replicas`: the fields of Ray Serve's AutoscalingConfig.
+    """
     local = Path(args.model).is_dir()
     model = str(Path(args.model).resolve()) if local else args.model
     environment = {"HF_HUB_OFFLINE": "1"} if local else {}
@@ -124,14 +148,15 @@ def llm_config(args: EngineArgs, replicas: int, resources: dict[str, float], *, 
         "kv_cache_memory_bytes": args.kv_cache_nbytes,
         "enable_prefix_caching": args.engine_prefix_caching,
         **({"enforce_eager": True} if args.device == "cpu" else {}),
+        **({"enable_lora": True} if args.lora is not None else {}),
         **args.engine,
     }
     return {
-        "model_loading_config": {"model_id": args.model_id or Path(args.model).name, "model_source": model},
+        "model_loading_config": {"model_id": model_id(args), "model_source": model},
         "accelerator_config": {"kind": args.device},
         "placement_group_config": {"bundle_per_worker": {args.device.upper(): 1, **resources}},
         "deployment_config": {
-            "num_replicas": replicas,
+            **({"num_replicas": replicas} if autoscaling is None else {"autoscaling_config": autoscaling}),
             "ray_actor_options": {"num_cpus": 0},
             "health_check_period_s": HEALTH_CHECK_PERIOD_S,
             "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
@@ -139,6 +164,7 @@ def llm_config(args: EngineArgs, replicas: int, resources: dict[str, float], *, 
         },
         "runtime_env": {"env_vars": environment},
         "callback_config": {"callback_class": "raykv.integrations.serve.backend.LocalModel"} if local else {},
+        **({"lora_config": args.lora} if args.lora is not None else {}),
         "experimental_configs": {"stream_batching_interval_ms": 0},  # each token is sent at once
         "engine_kwargs": {
             **{name: value for name, value in engine.items() if value is not None},

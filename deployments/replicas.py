@@ -16,11 +16,13 @@ class ReplicaArgs(EngineArgs):
 
     Attributes:
         replicas: Number of workers.
+        autoscaling: As `decode_autoscaling` in `PDArgs`, in place of `replicas`.
         resources: Custom Ray resources that each worker needs. They decide on which Ray nodes it may run.
     """
 
     router: dict[str, Any] | None = Field(default_factory=dict)
     replicas: Annotated[int, Field(ge=1)] = 2
+    autoscaling: dict[str, Any] | None = None
     resources: dict[str, float] = Field(default_factory=dict)
 
 
@@ -33,4 +35,5 @@ def build(args: ReplicaArgs) -> Application:
     from ray.serve.llm import build_openai_app  # imports vLLM, which takes seconds
 
     prepare(args)
-    return build_openai_app({"llm_configs": [llm_config(args, args.replicas, args.resources)], **INGRESS})
+    config = llm_config(args, args.replicas, args.resources, autoscaling=args.autoscaling)
+    return build_openai_app({"llm_configs": [config], **INGRESS})

@@ -106,6 +106,55 @@ def test_ray_serve_accepts_the_workers(device: str, tmp_path: Path):
     assert config.get_engine_config().placement_bundles == [wanted]
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_numbers_of_prefill_and_decode_workers_scale_apart():
+    llm = pytest.importorskip("ray.serve.llm")
+    scaling = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 2}
+    args = PDArgs.model_validate({**pd_args(), "prefill_autoscaling": scaling, "decode_replicas": 2})
+    prefill = llm_config(args, 1, {}, role="prefill", autoscaling=args.prefill_autoscaling)
+    decode = llm_config(args, args.decode_replicas, {}, role="decode", autoscaling=args.decode_autoscaling)
+    assert "num_replicas" not in prefill["deployment_config"]
+    assert llm.LLMConfig.model_validate(prefill).deployment_config["autoscaling_config"]["max_replicas"] == 3
+    assert llm.LLMConfig.model_validate(decode).deployment_config["num_replicas"] == 2
+    with pytest.raises(ValidationError, match="max_replicas"):
+        llm.LLMConfig.model_validate(llm_config(args, 1, {}, autoscaling={**scaling, "max_replicas": 0}))
+
+
+def multi_args() -> dict[str, Any]:
+    (application,) = read("multi.yaml")["applications"]
+    return application["args"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_ray_serve_accepts_several_models():
+    llm = pytest.importorskip("ray.serve.llm")
+    from deployments.multi import MultiArgs
+
+    args = MultiArgs.model_validate(multi_args())
+    adapters = {"dynamic_lora_loading_path": "s3://bucket/adapters", "max_num_adapters_per_replica": 8}
+    models = [each.model_copy(update={"lora": adapters}) for each in args.models]
+    configs = [llm.LLMConfig.model_validate(llm_config(each, 1, {}, autoscaling=each.autoscaling)) for each in models]
+    assert [config.model_loading_config.model_id for config in configs] == ["small", "large"]
+    assert configs[1].lora_config.max_num_adapters_per_replica == 8
+    assert configs[1].engine_kwargs["enable_lora"]
+    assert "request_router_config" in configs[0].deployment_config
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"model_id": "large"}, "not different"), ({"pool": "other"}, "once"), ({"replica": 1}, "replica")],
+)
+def test_wrong_models_are_refused_by_name(change: dict[str, Any], why: str):
+    from deployments.multi import MultiArgs
+
+    args = multi_args()
+    args["models"][0] |= change
+    with pytest.raises(ValidationError, match=why):
+        MultiArgs.model_validate(args)
+
+
 def test_differences_of_figures_are_what_came_since():
     earlier, later = Reuse(answers=1), Reuse(answers=3)
     earlier.tokens["here", "there", "tcp"] = 64
