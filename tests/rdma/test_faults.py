@@ -44,7 +44,7 @@ def read(both, names: list[str], **options) -> dict[str, int]:
 
 def test_a_wrong_key_of_the_registration(both, monkeypatch):
     names = both.put([SIZE] * 4)
-    exports = both.cluster.nodes[0]._rdma._exports
+    exports = both.cluster.nodes[0]._one_sided._rdma._exports
     right = exports._keys.copy()
     exports._keys ^= 0x5A
     assert read(both, names) == {"tcp": 4 * SIZE}

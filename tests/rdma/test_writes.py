@@ -129,7 +129,7 @@ def test_a_wrong_byte_in_a_slot_is_refused(pushes, monkeypatch):
 
 
 def test_memory_that_is_not_registered_goes_over_tcp(pushes):
-    all_exports = [node._rdma._exports for node in pushes.nodes]
+    all_exports = [node._one_sided._rdma._exports for node in pushes.nodes]
     right = [exports._keys.copy() for exports in all_exports]
     before = pushes.received()
     for exports in all_exports:
@@ -158,7 +158,7 @@ def test_a_part_of_a_put_goes_over_tcp(pushes, monkeypatch):
 
 def test_wrong_keys_of_the_registration(pushes, monkeypatch):
     monkeypatch.setattr("raykv.transport.one_sided.path.RETRY_S", 5.0)
-    all_exports = [node._rdma._exports for node in pushes.nodes]
+    all_exports = [node._one_sided._rdma._exports for node in pushes.nodes]
     before = pushes.received()
     for exports in all_exports:
         exports._keys ^= 0x5A
@@ -305,7 +305,7 @@ def test_a_drain_sends_straight_from_the_arena():
         assert all(stored_on(both.cluster, 1, both.writer.keys(names)))
         (path,) = [path for path in first._peers._paths._paths if path.name == "rdma"]
         assert path._opened.stages._made == 0
-        assert path._opened.devices is first._rdma._exports.devices
+        assert path._opened.devices is first._one_sided._rdma._exports.devices
         result, into = both.get(names, [SIZE] * 12)
         assert result.hits == (True,) * 12
         assert [bytes(each) for each in into] == [content(number, SIZE) for number in range(12)]
