@@ -6,7 +6,7 @@ from typing import Final
 from raykv.protocol.request_trail import MAX_ENTRIES, TrailEntry
 
 ENTRIES: Final = 4096
-"""A node has at most this many entries, of at most 1.3 KB each. Newer entries replace the oldest."""
+"""A node has at most this many entries, of at most 1 024 characters each. Newer entries replace the oldest."""
 
 
 class RequestTrails:
