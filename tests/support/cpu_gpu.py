@@ -172,6 +172,11 @@ class CpuDevice:
 
     def _move(self, target: int, source: int, nbytes: int) -> None:
         for address in (target, source):
+            for start, length in self.registered.items():
+                apart = address + nbytes <= start or start + length <= address
+                assert apart or (start <= address and address + nbytes <= start + length), (
+                    "CUDA refuses a copy that lies only partly in a registration"
+                )
             self.unpinned_nbytes += 0 if self._knows(address, nbytes) else nbytes
         ctypes.memmove(target, source, nbytes)
 
