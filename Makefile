@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-core model demo serve test test-rdma-full test-vllm quick soak bench bench-quick lint format typecheck notebooks lock clean
+.PHONY: help setup setup-core model demo serve test test-rdma-full test-vllm quick soak bench bench-quick bench-serving lint format typecheck notebooks lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -69,6 +69,9 @@ bench: setup ## Measure raykv and other stores side by side, and the machine's o
 
 bench-quick: setup-core ## The same with fewer rounds, stores and sizes: 5 minutes with its set-up
 	@RAYKV_TORCH_SOURCE="$(torch_source)" $(core)/bin/python -m benchmarks.compare --quick $(ARGS)
+
+bench-serving: setup model ## Compare request routers in front of real engines under a multi-turn load: 30 minutes
+	@$(venv)/bin/python -m benchmarks.serving $(ARGS)
 
 lint: setup ## Check style
 	@$(venv)/bin/ruff check

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 POLL_S = 0.2
 READ_TIMEOUT_S = 10.0
-_SAMPLE = re.compile(r"^ray_vllm_(?P<name>\w+)\{(?P<labels>.*)\} (?P<value>\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+SAMPLE = re.compile(r"^ray_vllm_(?P<name>\w+)\{(?P<labels>.*)\} (?P<value>\S+)$", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass
@@ -66,8 +66,8 @@ class ReuseMeter:
         for endpoint in self._endpoints:
             with urllib.request.urlopen(f"{endpoint}/metrics", timeout=READ_TIMEOUT_S) as response:
                 text = response.read().decode()
-            for sample in _SAMPLE.finditer(text):
-                labels: dict[str, str] = dict(_LABEL.findall(sample["labels"]))
+            for sample in SAMPLE.finditer(text):
+                labels: dict[str, str] = dict(LABEL.findall(sample["labels"]))
                 value = int(float(sample["value"]))
                 match sample["name"]:
                     case "raykv_loaded_tokens_total":

@@ -1,0 +1,266 @@
+"""Compares request routers of Ray Serve in front of equal vLLM workers under a multi-turn load.
+
+Run by hand: `make bench-serving`, or `python -m benchmarks.serving [--replicas 4] [--rounds 3] [--out serving.json]`.
+
+All systems run at the same time, each with its own workers and its own name for the model, and take turns: while one
+gets its load, the others are idle. They differ in the router, or have no pool. All pools are one pool; each system and
+round has texts of its own, so no system finds another one's KV.
+
+For each system: time to the first token; tokens that were reused, as a share of what an engine that holds everything
+would reuse; how evenly the workers computed (max/mean of computed tokens); the time that the machine was busy.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.machine import facts
+from benchmarks.serving_load import Load, Outcome, ask, drive, reusable
+from deployments.demo import DRIVER_SETTINGS
+from deployments.local_ray import LocalRay
+from deployments.model import ensure_model
+from deployments.reuse import LABEL, SAMPLE
+
+POOL: Final = "serving"
+SYSTEMS: Final = {
+    "raykv": "RayKVRouter",
+    "affinity": "Ray's PrefixCacheAffinityRouter, with the pool",
+    "two-choices": "Ray's power of two choices, with the pool",
+    "affinity-no-pool": "PrefixCacheAffinityRouter, vLLM's own prefix cache alone",
+}
+AFFINITY: Final = "ray.serve.llm.request_router:PrefixCacheAffinityRouter"
+BLOCK_TOKENS: Final = 32
+WARM_UP: Final = Load(sessions=4, turns=1, systems=1, system_words=50, first_words=60, think_s=0.5)
+METRICS_S: Final = 3.0
+"""Ray exports metrics twice a second here, and the routers ask for reports every two seconds."""
+MIB: Final = 1 << 20
+
+
+def configuration(system: str, replicas: int, cache_nbytes: int) -> dict[str, Any]:
+    """Return the fields of Ray Serve's LLMConfig for one system."""
+    from deployments.pd import llm_config
+    from deployments.replicas import ReplicaArgs
+
+    args = ReplicaArgs(
+        model=str(ensure_model()),
+        model_id=system,
+        device="cpu",
+        dtype="bfloat16",
+        max_model_len=4096,
+        block_tokens=BLOCK_TOKENS,
+        kv_cache_nbytes=cache_nbytes,
+        pool=POOL,
+        router={} if system == "raykv" else None,
+        engine={"enable_prompt_tokens_details": True},
+    )
+    fields = llm_config(args, replicas, {})
+    if system.startswith("affinity"):
+        fields["deployment_config"]["request_router_config"] = {"request_router_class": AFFINITY}
+    if system.endswith("no-pool"):
+        del fields["engine_kwargs"]["kv_transfer_config"]
+    return fields
+
+
+@contextmanager
+def running(systems: Sequence[str], replicas: int, cache_nbytes: int, pool_nbytes: int) -> Iterator[int]:
+    """Run all systems on one Ray node. Yields the port of the OpenAI servers, each under its system's name."""
+    os.environ.update(DRIVER_SETTINGS)
+    with ExitStack() as stack:
+        nodes = stack.enter_context(LocalRay([{}], cpus=replicas * len(systems) + 4))
+        import ray
+        from ray import serve
+        from ray.serve.llm import build_openai_app
+
+        from deployments.pd import INGRESS
+        from raykv import cluster
+        from raykv.integrations.serve import backend
+
+        ray.init(address=nodes.address, log_to_driver=False)
+        stack.callback(ray.shutdown)
+        stack.callback(cluster.stop, POOL)
+        cluster.start(name=POOL, storage={"arena_nbytes": pool_nbytes})
+        backend.register()
+        stack.callback(serve.shutdown)
+        port = _free_port()
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        for system in systems:
+            began_s = time.monotonic()
+            fields = configuration(system, replicas, cache_nbytes)
+            serve.run(build_openai_app({"llm_configs": [fields], **INGRESS}), name=system, route_prefix=f"/{system}")
+            print(f"{system}: {replicas} workers after {time.monotonic() - began_s:.0f} s", flush=True)
+        yield port
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def computed_by_worker(model: str) -> Counter[str]:
+    """Return how many tokens of prompts each worker of a model has computed, by vLLM's own counters."""
+    import ray
+
+    found: Counter[str] = Counter()
+    for node in ray.nodes():
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            text = response.read().decode()
+        for sample in SAMPLE.finditer(text):
+            labels: dict[str, str] = dict(LABEL.findall(sample["labels"]))
+            wanted = (labels.get("source"), labels.get("model_name")) == ("local_compute", model)
+            if wanted and sample["name"] == "prompt_tokens_by_source_total":
+                found[labels["WorkerId"]] += int(float(sample["value"]))
+    return found
+
+
+class System:
+    """One app under the load.
+
+    Attributes:
+        outcomes: What each round brought.
+        computed: Tokens that each worker computed, in each round.
+        decisions_s: Durations of the router's decisions; empty if the router does not tell.
+    """
+
+    def __init__(self, name: str, port: int, replicas: int) -> None:
+        import openai
+
+        url = f"http://127.0.0.1:{port}/{name}/v1"
+        self.name, self._replicas = name, replicas
+        self._client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600.0)
+        self.outcomes: list[Outcome] = []
+        self.computed: list[list[int]] = []
+        self.decisions_s: list[float] = []
+
+    def warm_up(self, seed: int) -> None:
+        """Send a few requests to each worker, so that all have been measured by the router."""
+        for number in range(3):
+            if failed := drive(self._client, self.name, WARM_UP, seed + number).failed:
+                raise RuntimeError(f"{self.name}: {failed[0]}")
+        ask(self._client, self.name, [{"role": "user", "content": "What is the capital of France?"}], 4)
+
+    def play(self, load: Load, seed: int) -> None:
+        time.sleep(METRICS_S)
+        before = computed_by_worker(self.name)
+        outcome = drive(self._client, self.name, load, seed)
+        time.sleep(METRICS_S)
+        computed = computed_by_worker(self.name) - before
+        self.outcomes.append(outcome)
+        self.computed.append((sorted(computed.values(), reverse=True) + [0] * self._replicas)[: self._replicas])
+        if self.name == "raykv":
+            self.decisions_s += self._decisions({each.request_id for each in outcome.asked})
+
+    def _decisions(self, requests: set[str]) -> list[float]:
+        from ray import serve
+
+        routes = serve.get_app_handle(self.name).routes.remote(None).result(timeout_s=60)
+        return [each["took_s"] for each in routes if each["request_id"] in requests]
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of all rounds, each the median of the rounds; `rounds`: those of each round."""
+        rounds = []
+        for outcome, computed in zip(self.outcomes, self.computed, strict=True):
+            ttfts = sorted(each.ttft_s for each in outcome.asked)
+            cached = sum(each.cached for each in outcome.asked)
+            rounds.append(
+                {
+                    "ttft_mean_s": statistics.fmean(ttfts),
+                    "ttft_p50_s": _rank(ttfts, 0.5),
+                    "ttft_p95_s": _rank(ttfts, 0.95),
+                    "prompt_tokens": sum(len(each.prompt) for each in outcome.asked),
+                    "computed_tokens": sum(computed),
+                    "reuse_of_ideal": cached / max(1, reusable(outcome.asked, BLOCK_TOKENS)),
+                    "imbalance": max(computed) * len(computed) / max(1, sum(computed)),
+                    "wall_s": outcome.wall_s,
+                    "cpu_s": outcome.cpu_s,
+                    "failed": len(outcome.failed),
+                }
+            )
+        found: dict[str, Any] = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        if self.decisions_s:
+            taken = sorted(self.decisions_s)
+            found |= {"decision_p50_s": _rank(taken, 0.5), "decision_p99_s": _rank(taken, 0.99)}
+        return {**found, "rounds": rounds}
+
+
+def _rank(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def table(figures: dict[str, dict[str, Any]]) -> str:
+    """Format the figures for people, as a table in Markdown."""
+    lines = [
+        "| | TTFT mean, p50, p95 s | reused, of the ideal | computed of all tokens | max/mean | CPU s | failed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, each in figures.items():
+        cells = [
+            f"{each['ttft_mean_s']:.2f}, {each['ttft_p50_s']:.2f}, {each['ttft_p95_s']:.2f}",
+            f"{each['reuse_of_ideal']:.1%}",
+            f"{each['computed_tokens']:.0f} of {each['prompt_tokens']:.0f}",
+            f"{each['imbalance']:.2f}",
+            f"{each['cpu_s']:.0f}",
+            f"{each['failed']:.0f}",
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name, each in figures.items():
+        if "decision_p50_s" in each:
+            p50, p99 = 1e3 * each["decision_p50_s"], 1e3 * each["decision_p99_s"]
+            lines.append(f"\n{name}: a decision takes {p50:.2f} ms (p50), {p99:.2f} ms (p99)")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", default="raykv,affinity,two-choices", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument("--replicas", type=int, default=4, help="workers of each system (default: 4)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sessions", type=int, default=Load.sessions)
+    parser.add_argument("--turns", type=int, default=Load.turns)
+    parser.add_argument("--think", type=float, default=Load.think_s, help="mean pause before a request, seconds")
+    parser.add_argument("--cache", type=int, default=128, help="KV of each engine, MiB (default: 128)")
+    parser.add_argument("--pool", type=int, default=2048, help="raykv's memory, MiB (default: 2048)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
+    options = parser.parse_args()
+    names = options.systems.split(",")
+    if unknown := set(names) - set(SYSTEMS):
+        sys.exit(f"--systems: {', '.join(sorted(unknown))}: unknown; there are {', '.join(SYSTEMS)}")
+    load = Load(sessions=options.sessions, turns=options.turns, think_s=options.think)
+    with running(names, options.replicas, options.cache * MIB, options.pool * MIB) as port:
+        systems = [System(name, port, options.replicas) for name in names]
+        for number, system in enumerate(systems):
+            system.warm_up(900_000 + 1000 * number)
+        for turn in range(options.rounds):
+            for place in range(len(systems)):
+                number = (turn + place) % len(systems)
+                systems[number].play(load, options.seed + 10_000 * (1 + turn) + 1000 * number)
+                outcome = systems[number].outcomes[-1]
+                print(
+                    f"round {turn + 1}, {names[number]}: {len(outcome.asked)} answers in {outcome.wall_s:.0f} s, "
+                    f"{len(outcome.failed)} failed, computed {systems[number].computed[-1]}",
+                    flush=True,
+                )
+        figures = {system.name: system.figures() for system in systems}
+    print(f"\n{options.replicas} workers each; {load}; seed {options.seed}; medians of {options.rounds} rounds\n")
+    print(table(figures))
+    if options.out:
+        about = {"machine": facts(), "load": asdict(load), "options": vars(options) | {"out": str(options.out)}}
+        options.out.write_text(json.dumps({**about, "systems": figures}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
