@@ -12,22 +12,20 @@ would reuse; how evenly the workers computed (max/mean of computed tokens); the 
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.machine import facts
 from benchmarks.serving_load import Load, Outcome, ask, drive, reusable
-from deployments.demo import DRIVER_SETTINGS
-from deployments.local_ray import LocalRay
+from benchmarks.serving_ray import openai_client, ray_serve
 from deployments.model import ensure_model
 from deployments.reuse import LABEL, SAMPLE
 
@@ -74,39 +72,18 @@ def configuration(system: str, replicas: int, cache_nbytes: int) -> dict[str, An
 @contextmanager
 def running(systems: Sequence[str], replicas: int, cache_nbytes: int, pool_nbytes: int) -> Iterator[int]:
     """Run all systems on one Ray node. Yields the port of the OpenAI servers, each under its system's name."""
-    os.environ.update(DRIVER_SETTINGS)
-    with ExitStack() as stack:
-        nodes = stack.enter_context(LocalRay([{}], cpus=replicas * len(systems) + 4))
-        import ray
+    with ray_serve([{}], cpus=replicas * len(systems) + 4, pool=POOL, pool_nbytes=pool_nbytes) as port:
         from ray import serve
         from ray.serve.llm import build_openai_app
 
         from deployments.pd import INGRESS
-        from raykv import cluster
-        from raykv.integrations.serve import backend
 
-        ray.init(address=nodes.address, log_to_driver=False)
-        stack.callback(ray.shutdown)
-        stack.callback(cluster.stop, POOL)
-        cluster.start(name=POOL, storage={"arena_nbytes": pool_nbytes})
-        backend.register()
-        stack.callback(serve.shutdown)
-        port = _free_port()
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         for system in systems:
             began_s = time.monotonic()
             fields = configuration(system, replicas, cache_nbytes)
             serve.run(build_openai_app({"llm_configs": [fields], **INGRESS}), name=system, route_prefix=f"/{system}")
             print(f"{system}: {replicas} workers after {time.monotonic() - began_s:.0f} s", flush=True)
         yield port
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def computed_by_worker(model: str) -> Counter[str]:
@@ -136,11 +113,8 @@ class System:
     """
 
     def __init__(self, name: str, port: int, replicas: int) -> None:
-        import openai
-
-        url = f"http://127.0.0.1:{port}/{name}/v1"
         self.name, self._replicas = name, replicas
-        self._client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600.0)
+        self._client = openai_client(port, name)
         self.outcomes: list[Outcome] = []
         self.computed: list[list[int]] = []
         self.decisions_s: list[float] = []

@@ -50,6 +50,8 @@ class EngineArgs(Model):
         router: Send each request to the worker that can answer it first: fields of
             `raykv.integrations.routing.choice.RouterOptions`. None: to any worker, by power of two choices.
         lora: Serve LoRA adapters: the fields of Ray Serve's `LoraConfig`. None: no adapters.
+        connector: Further fields of raykv's connector, such as load_timeout_s. Also `concurrent_hand_off`: whether a
+            decode worker loads KV while a prefill worker computes it.
         engine: Further arguments of vLLM, such as tensor_parallel_size.
     """
 
@@ -65,6 +67,7 @@ class EngineArgs(Model):
     pool_nbytes: Nbytes | None = None
     router: dict[str, Any] | None = None
     lora: dict[str, Any] | None = None
+    connector: dict[str, Any] = Field(default_factory=dict)
     engine: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -174,7 +177,7 @@ def llm_config(
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 # A node on a busy CPU may answer late. A save may wait long, because an engine step takes seconds.
-                "kv_connector_extra_config": {"cluster": args.pool, "store_timeout_s": 0.1},
+                "kv_connector_extra_config": {"cluster": args.pool, "store_timeout_s": 0.1, **args.connector},
             },
         },
     }

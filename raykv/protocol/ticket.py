@@ -16,6 +16,10 @@ from raykv.protocol.namespace import Namespace
 from raykv.types import Match, NodeId
 
 MAX_RUNS = 256
+HAND_OFF = "raykv_hand_off"
+"""The field of `kv_transfer_params` with the id of a hand-off whose decode engine does not wait for a ticket."""
+MAX_HAND_OFF = 256
+"""An id has at most this many characters."""
 
 
 class Run(Model):

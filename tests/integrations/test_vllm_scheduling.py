@@ -54,10 +54,10 @@ import raykv  # noqa: E402
 from raykv.client.router import Router  # noqa: E402
 from raykv.integrations.vllm import connector as connector_module  # noqa: E402
 from raykv.integrations.vllm import costs as costs_module  # noqa: E402
+from raykv.integrations.vllm import ended as ended_module  # noqa: E402
 from raykv.integrations.vllm import epochs as epochs_module  # noqa: E402
 from raykv.integrations.vllm import lookups as lookups_module  # noqa: E402
 from raykv.integrations.vllm import removals as removals_module  # noqa: E402
-from raykv.integrations.vllm import scheduler as scheduler_module  # noqa: E402
 from raykv.integrations.vllm import worker as worker_module  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
 from raykv.integrations.vllm.decision import LoadDecision  # noqa: E402
@@ -232,7 +232,7 @@ class Engine:
         with pytest.MonkeyPatch.context() as patch:
             if not threads:
                 patch.setattr(worker_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
-                patch.setattr(scheduler_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
+                patch.setattr(ended_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
                 patch.setattr(lookups_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
                 patch.setattr(epochs_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
             self.scheduler = (AsyncScheduler if overlap else Scheduler)(
@@ -934,7 +934,7 @@ def test_no_event_goes_out_for_a_skipped_chunk(
 def test_events_go_out_when_a_stopped_node_answers(model: Path, node: tuple[str, int]):
     """An idle engine makes steps while it waits for the node's answer, but only for a limited time."""
     address, pid = node
-    engine = Engine(model, address, random.Random(1), threads=True, publishes=True, store_timeout_s=0.1)
+    engine = Engine(model, address, random.Random(1), threads=True, publishes=True, store_timeout_s=0.5)
     engine.add("first", list(range(21)), max_tokens=3, salt="")
     engine.run()
     before = len(engine.events)

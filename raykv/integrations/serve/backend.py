@@ -12,10 +12,12 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import BaseConnectorB
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 
 from raykv.cluster import find_address
-from raykv.errors import PeerUnavailable
+from raykv.errors import ConfigError, PeerUnavailable
 from raykv.integrations.serve.reporting import ReportingEngine
+from raykv.protocol.ticket import HAND_OFF, MAX_HAND_OFF
 
 if TYPE_CHECKING:
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.base import RequestType
     from vllm.config import VllmConfig
 
 CONNECTOR: Final = "RayKVConnector"
@@ -33,20 +35,48 @@ def register() -> None:
 class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
     """Sets up `RayKVConnector` in a replica.
 
-    The prefill engine answers with a ticket, which names the holders of the prompt's chunks. Ray Serve passes this
-    ticket to the decode engine in `kv_transfer_params`.
+    By default, the prefill engine answers with a ticket, which names the holders of the prompt's chunks. Ray Serve
+    passes this ticket to the decode engine in `kv_transfer_params`. With "concurrent_hand_off", both engines get the
+    request at once, with the same id of a hand-off, and the decode engine loads while the prefill engine computes.
+
+    Attributes:
+        concurrent_handoff: Whether both engines get a request at once. Ray Serve reads it.
     """
+
+    concurrent_handoff: bool = False
 
     def setup(self) -> None:
         """Configure the address of the raykv node on this Ray node, unless an address is configured already.
 
         Raises:
+            ConfigError: A field of `kv_connector_extra_config` is wrong.
             PeerUnavailable: No raykv node runs on this Ray node; start one with `raykv up`.
         """
         extra = self.kv_transfer_config.setdefault("kv_connector_extra_config", {})
-        cluster = extra.pop("cluster", "default")
+        cluster, concurrent = extra.pop("cluster", "default"), extra.pop("concurrent_hand_off", False)
+        if not isinstance(concurrent, bool):
+            raise ConfigError(
+                f"field 'concurrent_hand_off' of kv_connector_extra_config: {concurrent!r}; give true or false"
+            )
+        self.concurrent_handoff = concurrent
         if extra.get("address") is None:
             extra["address"] = _wait_for_address(cluster)
+
+    def prepare_prefill_request(self, *, request: "RequestType", peer: dict[str, Any] | None) -> "RequestType":
+        """Return the request for the prefill engine."""
+        prepared = super().prepare_prefill_request(request=request, peer=peer)
+        if self.concurrent_handoff:
+            prepared.kv_transfer_params[HAND_OFF] = request.request_id[:MAX_HAND_OFF]
+        return prepared
+
+    def prepare_decode_request(
+        self, *, request: "RequestType", peer: dict[str, Any] | None, prefill_response: Any
+    ) -> "RequestType":
+        """Return the request for the decode engine."""
+        prepared = super().prepare_decode_request(request=request, peer=peer, prefill_response=prefill_response)
+        if self.concurrent_handoff:
+            prepared.kv_transfer_params = {"do_remote_prefill": True, HAND_OFF: request.request_id[:MAX_HAND_OFF]}
+        return prepared
 
 
 class LocalModel(CallbackBase):

@@ -30,6 +30,8 @@ class ConnectorConfig(Model):
         store_tp_size: Number of tensor ranks under which KV is stored. Engines of different tensor_parallel_size share
             KV if each sets this field to the largest of their sizes. It must be a multiple of every size. None: this
             engine's tensor_parallel_size.
+        hand_off_timeout_s: If a prefill engine works on the same request, the request waits at most this long for the
+            first chunk. After that, this engine computes the prompt.
         request_trail: Whether to send a sentence about each request to the node, for `raykv why --request`.
         max_hint_s: A hint of a request lasts at most this long. Longer times are cut to this limit. 0: hints are not
             read.
@@ -44,6 +46,7 @@ class ConnectorConfig(Model):
     store_timeout_s: Annotated[float, Field(gt=0)] = 0.003
     load_threads: Annotated[int, Field(ge=1, le=64)] = 4
     store_tp_size: Annotated[int, Field(ge=1)] | None = None
+    hand_off_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     request_trail: bool = True
     max_hint_s: Annotated[float, Field(ge=0, le=MAX_TTL_S)] = 86_400.0
     revision: Annotated[str, Field(min_length=1)] | None = None

@@ -55,10 +55,15 @@ class Prompt(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The result of a lookup: the longest hit, and for each rank the holders of the chunks that were found."""
+    """The result of a lookup: the longest hit, and for each rank the holders of the chunks that were found.
+
+    Attributes:
+        is_expected: Whether a prefill engine still computes some of the chunks. Their holders are a prediction.
+    """
 
     hit: Hit
     held: dict[Rank, Held]
+    is_expected: bool = False
 
 
 NOTHING: Final = Found(NO_HIT, {})
@@ -116,8 +121,35 @@ class Lookups:
 
     def is_longest(self, found: Found, prompt: Prompt) -> bool:
         """Return whether the hit is as long as it would be if all chunks were stored."""
-        everything = {group.index: _Everything() for group in self._groups.each}
-        return found.hit.tokens >= self._groups.longest(*prompt, everything).tokens
+        return found.hit.tokens >= self._longest_possible(prompt).tokens
+
+    def has_first(self, scope: Scope, prompt: Prompt) -> bool:
+        """Return whether the first chunk that the engine lacks is stored for every rank. Asks the chunk's owner.
+
+        The result is False for an engine that cannot use a part of a prefix, because one chunk is of no use to it.
+        """
+        if not self._groups.is_plain:
+            return False
+        (group,) = self._groups.each
+        ends = self._groups.ends(group, prompt.hashes, prompt.computed, prompt.computed + group.chunk_tokens)
+        names = [self._groups.name(group, prompt.hashes, end) for end in ends[:1]]
+        timeout_s = self._config.lookup_timeout_s
+        return all(client.locate(names, timeout_s=timeout_s) != [None] for client in self.clients(scope).values())
+
+    def ask(self, scope: Scope, prompt: Prompt) -> Found:
+        """Look up chunks on all nodes within `lookup_timeout_s`."""
+        return self._ask(self.clients(scope), prompt, record=True)
+
+    def expected(self, found: Found, prompt: Prompt) -> Found:
+        """Extend a hit to all chunks of the prompt. Each further chunk is expected where the last found chunk is."""
+        hit = self._longest_possible(prompt)
+        if found.hit.tokens >= hit.tokens:
+            return found
+        ((index, ends),), held = hit.ends.items(), {}
+        for rank, known in found.held.items():
+            last = known[index, max(end for _, end in known)]
+            held[rank] = {(index, end): known.get((index, end), last) for end in ends}
+        return Found(hit, held, is_expected=True)
 
     def await_any(self, lookups: Sequence[Future[Found]]) -> None:
         """Wait until one of these lookups has ended, but at most IDLE_WAIT_S."""
@@ -271,6 +303,10 @@ class Lookups:
     def _found(self, prompt: Prompt, held: dict[Rank, Held]) -> Found:
         """Find the longest hit among the chunks that are held for every rank."""
         return Found(self._longest(prompt, held), held) if held else NOTHING
+
+    def _longest_possible(self, prompt: Prompt) -> Hit:
+        """Return the hit if all chunks were stored."""
+        return self._groups.longest(*prompt, {group.index: _Everything() for group in self._groups.each})
 
     def _longest(self, prompt: Prompt, held: Mapping[Rank, Held], more: Iterable[tuple[int, int]] = ()) -> Hit:
         """Find the longest hit among the chunks in `more` and those that are held for every rank."""

@@ -63,6 +63,7 @@ class Load:
         request_id: The request. The engine does not use the request's blocks until the load is reported as finished.
         parts: The chunks of each group. A model with a single group of full attention can use the chunks before the
             first missing one. Other models can use a load only if all chunks arrive.
+        hand_off: The id of the hand-off, if a prefill engine still computes some of the chunks. Otherwise empty.
         is_probe: Whether the load only measures the path. Then it writes no block, and `request_id` is not the id of a
             request.
     """
@@ -70,6 +71,7 @@ class Load:
     request_id: str
     scope: Scope
     parts: list[LoadedChunks]
+    hand_off: str = ""
     is_probe: bool = False
 
 

@@ -1,5 +1,6 @@
 """The engine's sentence about each request that has ended, for `raykv why --request` and the log."""
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -71,7 +72,8 @@ def sentence(tracked: Tracked) -> str:
             for end in ends
             if (index, end) in held
         )
-        parts.append(f"{found} found in raykv ({_counts(holders, 'chunks on')})")
+        known = "expected from a prefill engine" if lookup.found.is_expected else "found in raykv"
+        parts.append(f"{found} {known} ({_counts(holders, 'chunks on')})")
         if not tracked.loaded and not loaded:
             parts.append("not loaded, because computing them was expected to be sooner or the load failed")
     else:
@@ -83,11 +85,19 @@ def sentence(tracked: Tracked) -> str:
                 Counter({f"{node} by {path}": chunks for node, path, chunks in times.sources}), "chunks from"
             )
             parts[-1] += f" in {1e3 * (times.ended_s - times.began_s):.0f} ms ({times.nbytes / 1e6:.1f} MB; {paths})"
+            if lookup is not None and lookup.found.is_expected:
+                parts[-1] += f" from {_clock(times.began_s)} to {_clock(times.ended_s)}, while they were computed"
     computed = prompt - max(tracked.cached, tracked.loaded)
     parts.append(f"{max(computed, 0)} computed, {request.num_output_tokens} generated")
     if tracked.admission:
         parts.append(f"preempted {tracked.admission} times; the rest is since the last time")
     return "; ".join(parts)
+
+
+def _clock(at_s: float) -> str:
+    """Return the time of day of a time on the monotonic clock."""
+    since_s = time.time() - time.monotonic() + at_s
+    return time.strftime("%H:%M:%S", time.gmtime(since_s)) + f"{since_s % 1:.3f}"[1:]
 
 
 def _counts(counts: Counter[str], what: str) -> str:

@@ -5,9 +5,7 @@ While a lookup runs on a thread, vLLM's scheduler skips the request and asks aga
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from threading import BoundedSemaphore
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -17,9 +15,11 @@ from vllm.v1.request import RequestStatus
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.decision import LoadDecision
+from raykv.integrations.vllm.ended import EndedRequests
 from raykv.integrations.vllm.events import StoredEvents
 from raykv.integrations.vllm.groups import Group, Groups
-from raykv.integrations.vllm.hints import PARAMETER, HintSender, parse
+from raykv.integrations.vllm.hand_off import Notes, PrefillWaiter, id_of
+from raykv.integrations.vllm.hints import PARAMETER, parse
 from raykv.integrations.vllm.hit_sources import hit_sources
 from raykv.integrations.vllm.lookups import NOTHING, Found, Lookups, Prompt, hand_off_deadline
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
 LOOKUP_AGE_S: Final = 1.0
 """The result of a lookup is reused for this long, because vLLM asks for it in every step while the request waits."""
-MAX_REPORTS: Final = 1024
-"""At most this many reports of finished requests wait to be sent. Further reports are dropped. Then the eviction
-policies know less, and predict worse which chunks will be read again."""
 
 _COMPLETED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -82,9 +79,9 @@ class SchedulerSide:
         self.events: StoredEvents | None = None
         self._ordered_loads: list[Load] = []
         self._last_saves: list[Save] = []
-        self._reporter = ThreadPoolExecutor(1, thread_name_prefix="raykv-report")
-        self._report_places = BoundedSemaphore(MAX_REPORTS)
-        self._hint_sender = HintSender(self._lookups.names)
+        notes = Notes(connection)
+        self._ended = EndedRequests(self._lookups, groups, notes)
+        self._prefills = PrefillWaiter(config, self._lookups, notes)
         self._trail = EngineTrail(self._lookups, groups, is_on=config.request_trail)
 
     def bind(self, manager: "KVCacheManager") -> None:
@@ -97,8 +94,9 @@ class SchedulerSide:
         if self.events is not None:
             self.events.close()
         self._trail.close()
+        self._prefills.close()
         self._lookups.close()
-        self._reporter.shutdown(cancel_futures=True)
+        self._ended.close()
         self._connection.close()
 
     # -- a request's life, in vLLM's order ------------------------------------------------------------------------
@@ -134,7 +132,8 @@ class SchedulerSide:
                 return None
             tracked.lookup = lookup = Lookup(computed, found, time.monotonic())
             queued_tokens = self.requests.tokens_before(tracked)
-            if found.hit.tokens > computed and not self._decision.is_load_sooner(lookup, queued_tokens):
+            is_found = found.hit.tokens > computed and not found.is_expected
+            if is_found and not self._decision.is_load_sooner(lookup, queued_tokens):
                 tracked.ordered = True
                 self._ordered_loads += self._decision.probe(tracked, lookup)
                 self._stats.count("lookups", 1, "declined")
@@ -154,15 +153,18 @@ class SchedulerSide:
             for group in self._groups.each
             if lookup.found.hit.ends[group.index]
         ]
-        load = Load(request.request_id, tracked.scope, parts)
+        hand_off = id_of(request) if lookup.found.is_expected else ""
+        load = Load(request.request_id, tracked.scope, parts, hand_off)
         self._ordered_loads.append(load)
-        self._decision.begin(load, lookup)
+        if not hand_off:  # its time would tell how fast the prefill engine is, not the path
+            self._decision.begin(load, lookup)
         tracked.ordered, tracked.loaded = True, stop
 
     def add_report(self, report: WorkerReport) -> None:
         """Learn how long loads took, which chunks are stored, and which revision the weights have."""
         self._decision.add_report(report)
-        self.requests.add_loads(report.loads)
+        lag_s = time.monotonic() - report.now_s
+        self.requests.add_loads({name: times.shifted(lag_s) for name, times in report.loads.items()})
         if self.events is not None:
             self.events.receive(report.stored)
         if report.stated and self.requests.accept(report.stated):
@@ -226,18 +228,27 @@ class SchedulerSide:
             If a decode engine continues the request: the parameters for that engine, with a ticket for each rank.
             Otherwise None.
         """
-        tracked, params = self.requests.pop(request.request_id, None), request.kv_transfer_params or {}
+        tracked = self.requests.pop(request.request_id, None)
         if tracked is None:
             return None
         self._trail.add(tracked)
+        if tracked.asking is not None:
+            tracked.asking[1].cancel()
         is_completed = request.status in _COMPLETED
         if not (is_completed and hands_over(request)):
-            self._send_hints(tracked)
-        if not is_completed:
-            return None
+            self._ended.send_hints(tracked)
         if not hands_over(request):
-            self._report(tracked)
+            if is_completed:
+                self._ended.report(tracked)
             return None
+        handed = self._hand_over(tracked) if is_completed else None
+        if hand_off := id_of(request):
+            self._ended.leave_note(hand_off, (handed or {}).get("raykv", []))
+        return handed
+
+    def _hand_over(self, tracked: Tracked) -> dict[str, Any]:
+        """Return the parameters for the decode engine that continues a request."""
+        request, params = tracked.request, tracked.request.kv_transfer_params or {}
         handed: dict[str, Any] = {"do_remote_prefill": True}
         if PARAMETER in params:
             handed[PARAMETER] = params[PARAMETER]
@@ -291,42 +302,20 @@ class SchedulerSide:
             self._stats.count("lookups", 1, "ticket")
             return named
         if tracked.asking is None or tracked.asking[0] != prompt.computed:
-            tracked.asking = prompt.computed, self._lookups.begin(tracked.scope, prompt, record=tracked.lookup is None)
+            tracked.asking = prompt.computed, self._begin_lookup(tracked, prompt)
         if not tracked.asking[1].done():
             return None
         asking, tracked.asking = tracked.asking[1], None
         found = max(named, asking.result(), key=lambda each: each.hit.tokens)
-        outcome = "ticket" if found is named else "hit"
+        outcome = "ticket" if found is named else "expected" if found.is_expected else "hit"
         self._stats.count("lookups", 1, outcome if found.hit.tokens else "miss")
         return found
 
-    def _report(self, tracked: Tracked) -> None:
-        """Report a finished request to the nodes, on a thread. After a hand-off only the decode engine reports.
-
-        From the request's number of output tokens, eviction policies predict which chunks will be read again. A failed
-        report is dropped.
-        """
-        request, groups = tracked.request, self._groups
-        names = [
-            groups.name(group, request.block_hashes, end)
-            for group in groups.each
-            if group.whole
-            for end in groups.ends(group, request.block_hashes, 0, request.num_prompt_tokens)
-        ]
-        if names and request.num_output_tokens and not tracked.mixed:
-            for client in self._lookups.clients(tracked.scope).values():
-                if self._report_places.acquire(blocking=False):
-                    keys, tokens = client.keys(names), request.num_output_tokens
-                    report = self._reporter.submit(client.hint, keys, output_tokens=tokens)
-                    report.add_done_callback(lambda _: self._report_places.release())
-
-    def _send_hints(self, tracked: Tracked) -> None:
-        """Send the hints of an ended request to the nodes, on a thread. Hints that cannot be sent are dropped."""
-        if tracked.hints.after_end and self._report_places.acquire(blocking=False):
-            clients, request = self._lookups.clients(tracked.scope), tracked.request
-            prompt = request.num_prompt_tokens // self._groups.hash_tokens
-            send = partial(self._hint_sender.send, clients.values(), tracked.hints, tracked.scope, request.block_hashes)
-            self._reporter.submit(send, prompt).add_done_callback(lambda _: self._report_places.release())
+    def _begin_lookup(self, tracked: Tracked, prompt: Prompt) -> Future[Found]:
+        hand_off = id_of(tracked.request)
+        if hand_off and not tracked.admission and not hands_over(tracked.request):
+            return self._prefills.begin(tracked.scope, prompt, hand_off)
+        return self._lookups.begin(tracked.scope, prompt, record=tracked.lookup is None)
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
@@ -358,8 +347,9 @@ class SchedulerSide:
             if full <= offered:
                 continue
             tracked.offered[group.index] = full
-            # A request with a ticket saves no cached chunks, because the prefill engine has just looked them up.
-            cached = range(offered, 0 if _tickets_of(request) else min(full, tracked.cached // group.chunk_tokens))
+            # A request that was handed over saves no cached chunks, because the prefill engine has just looked them up.
+            is_handed = _tickets_of(request) or (id_of(request) and not hands_over(request))
+            cached = range(offered, 0 if is_handed else min(full, tracked.cached // group.chunk_tokens))
             first = max(offered, max(tracked.cached, tracked.loaded) // group.chunk_tokens)
             computed = range(first, 0 if group.handed_over else full)
             for chunks in (cached, computed):

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "lookups": ("Lookups of requests, by outcome: hit, miss or ticket.", ("outcome",)),
+    "lookups": ("Lookups of requests, by outcome: hit, miss, ticket, or expected from a prefill engine.", ("outcome",)),
     "loads": ("Loads by how they ended: whole, partial or lost.", ("outcome",)),
     "reused_tokens": ("Prompt tokens loaded instead of computed.", ()),
     "lost_tokens": ("Prompt tokens found stored that did not arrive and were recomputed.", ()),

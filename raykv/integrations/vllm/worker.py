@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
@@ -23,6 +24,7 @@ from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.epochs import EpochDropper, Statement, is_private
 from raykv.integrations.vllm.events import Reporter, Stored
 from raykv.integrations.vllm.groups import Group
+from raykv.integrations.vllm.hand_off import Notes, PrefillChunks
 from raykv.integrations.vllm.metadata import (
     Load,
     LoadedChunks,
@@ -48,6 +50,8 @@ hold the GIL, which the load threads need. A new request waits at most this long
 5 ms, but the limit of the wait is lower, because a sleeping thread wakes up late."""
 MAX_SAVING_STEPS: Final = 16
 """Saves of at most this many steps are in flight. Saves of further steps are skipped."""
+MAX_FOLLOWED: Final = 16
+"""At most this many loads wait at once for the chunks of running prefill engines."""
 
 
 @dataclass(slots=True)
@@ -127,6 +131,8 @@ class WorkerSide:
             for rank, reporter in zip(cache.ranks, reporters, strict=True)
         ]
         self._threads = ThreadPoolExecutor(config.load_threads, thread_name_prefix="raykv-load")
+        self._followers = ThreadPoolExecutor(MAX_FOLLOWED, thread_name_prefix="raykv-follow")
+        self._closing = Event()
         self.loading: dict[str, tuple[Load, Future[_LoadResult]]] = {}
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -158,7 +164,10 @@ class WorkerSide:
         """Start the ordered loads in the background."""
         for load in orders.loads:
             clients = [store.client(load.scope) for store in self._stores]
-            future = self._threads.submit(self._load, clients, load, self._clock())
+            if load.hand_off:
+                future = self._followers.submit(self._follow, clients, load)
+            else:
+                future = self._threads.submit(self._load, clients, load, self._clock())
             self.loading[load.request_id] = (load, future)
 
     def await_work(self) -> None:
@@ -213,7 +222,8 @@ class WorkerSide:
         if not whole:
             self._add_failure(load, result.chunks)
         count("loads", 1, "whole" if whole else "partial" if result.chunks else "lost")
-        count("load_seconds", result.ended_s - result.began_s)
+        if not load.hand_off:
+            count("load_seconds", result.ended_s - result.began_s)
         if error:
             self._count_error("load", error)
         for path, nbytes in result.nbytes.items():
@@ -253,6 +263,30 @@ class WorkerSide:
                 self._load_batch(clients, part, batch, deadline_s, result, counts=part is longest) for batch in batches
             ):
                 break
+        result.ended_s = self._clock()
+        return result
+
+    def _follow(self, clients: "Sequence[Client | None]", load: Load) -> _LoadResult:
+        """Load the chunks of a prompt as a prefill engine stores them, up to the first that does not come in time.
+
+        This thread waits for the chunks. The threads for loads copy them, so that few copies run at once.
+        """
+        result, (part,), timeout_s = _LoadResult(began_s=self._clock()), load.parts, self._config.load_timeout_s
+        connected = [client for client in clients if client is not None]
+        prefill = PrefillChunks(
+            Notes(self._connection), load.hand_off, timeout_s=timeout_s, closing=self._closing, clock=self._clock
+        )
+        size, done = min(store.batch_chunks(part.group) for store in self._stores), 0
+        while done < len(part.names) and len(connected) == len(clients):
+            stored = prefill.wait(connected, part.names[done : done + size])
+            batch, deadline_s = slice(done, done + stored), self._clock() + timeout_s
+            copied = stored and self._threads.submit(
+                self._load_batch, clients, part, batch, deadline_s, result, counts=True
+            )
+            if not copied or not copied.result():
+                break
+            done = batch.stop
+            logger.debug("%s: %d of %d chunks are loaded", load.request_id, done, len(part.names))
         result.ended_s = self._clock()
         return result
 
@@ -373,6 +407,8 @@ class WorkerSide:
 
         A private epoch ends with its engine, so its chunks are dropped.
         """
+        self._closing.set()
+        self._followers.shutdown(wait=True, cancel_futures=True)
         self._threads.shutdown(wait=True, cancel_futures=True)
         self.enter("")
         self._saver.shutdown(wait=True)
