@@ -146,7 +146,7 @@ def play(port: int, rounds: int, tokens: int, seed: int) -> dict[str, list[Reque
 
     clients = {system: openai_client(port, system) for system in SYSTEMS}
     found: dict[str, list[Request]] = {system: [] for system in SYSTEMS}
-    with raykv.connect(find_address(POOL), namespace=raykv.Namespace(model="any")) as pool:
+    with raykv.connect(raykv.Namespace(model="any"), address=find_address(POOL)) as pool:
         for system in SYSTEMS:  # the first request of an engine compiles kernels
             warm = measure(clients[system], pool, system, WARM_UP_WORDS, random.Random(f"{seed} warm {system}"))
         count = int(tokens * WARM_UP_WORDS / warm.prompt_tokens)

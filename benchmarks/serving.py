@@ -1,10 +1,13 @@
 """Compares request routers of Ray Serve in front of equal vLLM workers under a multi-turn load.
 
-Run by hand: `make bench-serving`, or `python -m benchmarks.serving [--replicas 4] [--rounds 3] [--out serving.json]`.
+Run by hand: `make bench-serving`, or `python -m benchmarks.serving [--load burst] [--replicas 4] [--rounds 3]`.
 
 All systems run at the same time, each with its own workers and its own name for the model, and take turns: while one
 gets its load, the others are idle. They differ in the router, or have no pool. All pools are one pool; each system and
 round has texts of its own, so no system finds another one's KV.
+
+The load is a multi-turn load, or a `burst`: many requests at once with one new prefix of about 2 000 tokens, which
+should be computed once.
 
 For each system: time to the first token; tokens that were reused, as a share of what an engine that holds everything
 would reuse; how evenly the workers computed (max/mean of computed tokens); the time that the machine was busy.
@@ -19,7 +22,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +41,10 @@ SYSTEMS: Final = {
 }
 AFFINITY: Final = "ray.serve.llm.request_router:PrefixCacheAffinityRouter"
 BLOCK_TOKENS: Final = 32
+LOADS: Final = {
+    "multi-turn": Load(),
+    "burst": Load(sessions=16, turns=1, systems=1, system_words=1500, first_words=8, think_s=1e-3),
+}
 WARM_UP: Final = Load(sessions=4, turns=1, systems=1, system_words=50, first_words=60, think_s=0.5)
 METRICS_S: Final = 3.0
 """Ray exports metrics twice a second here, and the routers ask for reports every two seconds."""
@@ -148,15 +155,17 @@ class System:
         rounds = []
         for outcome, computed in zip(self.outcomes, self.computed, strict=True):
             ttfts = sorted(each.ttft_s for each in outcome.asked)
-            cached = sum(each.cached for each in outcome.asked)
+            cached, ideal = sum(each.cached for each in outcome.asked), reusable(outcome.asked, BLOCK_TOKENS)
+            prompt = sum(len(each.prompt) for each in outcome.asked)
             rounds.append(
                 {
                     "ttft_mean_s": statistics.fmean(ttfts),
                     "ttft_p50_s": _rank(ttfts, 0.5),
                     "ttft_p95_s": _rank(ttfts, 0.95),
-                    "prompt_tokens": sum(len(each.prompt) for each in outcome.asked),
+                    "prompt_tokens": prompt,
                     "computed_tokens": sum(computed),
-                    "reuse_of_ideal": cached / max(1, reusable(outcome.asked, BLOCK_TOKENS)),
+                    "computed_of_least": sum(computed) / max(1, prompt - ideal),
+                    "reuse_of_ideal": cached / max(1, ideal),
                     "imbalance": max(computed) * len(computed) / max(1, sum(computed)),
                     "wall_s": outcome.wall_s,
                     "cpu_s": outcome.cpu_s,
@@ -177,14 +186,15 @@ def _rank(ordered: Sequence[float], share: float) -> float:
 def table(figures: dict[str, dict[str, Any]]) -> str:
     """Format the figures for people, as a table in Markdown."""
     lines = [
-        "| | TTFT mean, p50, p95 s | reused, of the ideal | computed of all tokens | max/mean | CPU s | failed |",
-        "|---|---|---|---|---|---|---|",
+        "| | TTFT mean, p50, p95 s | reused of ideal | computed of all | computed / least | max/mean | CPU s | failed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, each in figures.items():
         cells = [
             f"{each['ttft_mean_s']:.2f}, {each['ttft_p50_s']:.2f}, {each['ttft_p95_s']:.2f}",
             f"{each['reuse_of_ideal']:.1%}",
             f"{each['computed_tokens']:.0f} of {each['prompt_tokens']:.0f}",
+            f"{each['computed_of_least']:.2f}",
             f"{each['imbalance']:.2f}",
             f"{each['cpu_s']:.0f}",
             f"{each['failed']:.0f}",
@@ -200,11 +210,12 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", default="raykv,affinity,two-choices", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument("--load", choices=sorted(LOADS), default="multi-turn")
     parser.add_argument("--replicas", type=int, default=4, help="workers of each system (default: 4)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sessions", type=int, default=Load.sessions)
-    parser.add_argument("--turns", type=int, default=Load.turns)
-    parser.add_argument("--think", type=float, default=Load.think_s, help="mean pause before a request, seconds")
+    parser.add_argument("--sessions", type=int, help="number of sessions, in place of the load's")
+    parser.add_argument("--turns", type=int, help="requests of a session, in place of the load's")
+    parser.add_argument("--think", type=float, help="mean pause before a request, seconds, in place of the load's")
     parser.add_argument("--cache", type=int, default=128, help="KV of each engine, MiB (default: 128)")
     parser.add_argument("--pool", type=int, default=2048, help="raykv's memory, MiB (default: 2048)")
     parser.add_argument("--seed", type=int, default=1)
@@ -213,7 +224,8 @@ def main() -> None:
     names = options.systems.split(",")
     if unknown := set(names) - set(SYSTEMS):
         sys.exit(f"--systems: {', '.join(sorted(unknown))}: unknown; there are {', '.join(SYSTEMS)}")
-    load = Load(sessions=options.sessions, turns=options.turns, think_s=options.think)
+    changed = {"sessions": options.sessions, "turns": options.turns, "think_s": options.think}
+    load = replace(LOADS[options.load], **{name: value for name, value in changed.items() if value is not None})
     with running(names, options.replicas, options.cache * MIB, options.pool * MIB) as port:
         systems = [System(name, port, options.replicas) for name in names]
         for number, system in enumerate(systems):
