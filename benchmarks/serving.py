@@ -186,7 +186,7 @@ def _rank(ordered: Sequence[float], share: float) -> float:
 def table(figures: dict[str, dict[str, Any]]) -> str:
     """Format the figures for people, as a table in Markdown."""
     lines = [
-        "| | TTFT mean, p50, p95 s | reused of ideal | computed of all | computed / least | max/mean | CPU s | failed |",
+        "| | TTFT mean, p50, p95 | reused of ideal | computed of all | computed / least | max/mean | CPU s | failed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, each in figures.items():

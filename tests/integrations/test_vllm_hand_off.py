@@ -148,7 +148,7 @@ def test_a_prefill_engine_that_stores_nothing_leaves_a_note(pair: MakePair, monk
 def test_the_chunks_before_the_end_of_a_prefill_engine_are_used(
     pair: MakePair, ends: str, monkeypatch: pytest.MonkeyPatch
 ):
-    prefill, decode = pair(load_timeout_s=1.0 if ends == "is killed" else LONG_S)
+    prefill, decode = pair(hand_off_timeout_s=1.0 if ends == "is killed" else LONG_S)
     begin(prefill, decode)
     run_until(prefill, lambda: _computed(prefill) >= 2 * STEP_TOKENS)
     run_until(decode, lambda: filled(decode) >= STEP_TOKENS // BLOCK_TOKENS)
@@ -170,7 +170,7 @@ def test_without_a_prefill_engine_the_wait_ends(pair: MakePair):
 
 
 def test_a_decode_request_can_be_aborted_at_any_time(pair: MakePair):
-    prefill, decode = pair(load_timeout_s=0.5)
+    prefill, decode = pair(hand_off_timeout_s=0.5)
     begin(None, decode, "waits")
     decode.step()
     decode.abort("waits decode")
@@ -221,7 +221,7 @@ def test_many_requests(pair: MakePair, followed: list[str], seed: int):
     """Requests begin at random, and prefill requests are aborted at random. No slot may be wrong, and all must end."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    prefill, decode = pair(load_timeout_s=0.5, hand_off_timeout_s=1.0, overlap=seed == 1)
+    prefill, decode = pair(hand_off_timeout_s=1.0, overlap=seed == 1)
     prompts: dict[str, list[int]] = {}
     for turn in range(400):
         if turn < 300 and rng.random() < 0.15:

@@ -31,7 +31,7 @@ class ConnectorConfig(Model):
             KV if each sets this field to the largest of their sizes. It must be a multiple of every size. None: this
             engine's tensor_parallel_size.
         hand_off_timeout_s: If a prefill engine works on the same request, the request waits at most this long for the
-            first chunk. After that, this engine computes the prompt.
+            first chunk, and for each further chunk. After that, this engine computes what is missing.
         request_trail: Whether to send a sentence about each request to the node, for `raykv why --request`.
         max_hint_s: A hint of a request lasts at most this long. Longer times are cut to this limit. 0: hints are not
             read.

@@ -274,7 +274,11 @@ class WorkerSide:
         result, (part,), timeout_s = _LoadResult(began_s=self._clock()), load.parts, self._config.load_timeout_s
         connected = [client for client in clients if client is not None]
         prefill = PrefillChunks(
-            Notes(self._connection), load.hand_off, timeout_s=timeout_s, closing=self._closing, clock=self._clock
+            Notes(self._connection),
+            load.hand_off,
+            timeout_s=self._config.hand_off_timeout_s,  # a step of the prefill engine may take long
+            closing=self._closing,
+            clock=self._clock,
         )
         size, done = min(store.batch_chunks(part.group) for store in self._stores), 0
         while done < len(part.names) and len(connected) == len(clients):
