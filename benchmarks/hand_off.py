@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from benchmarks.machine import facts
 from benchmarks.serving_load import ask, words
-from benchmarks.serving_ray import openai_client, ray_serve
+from benchmarks.serving_ray import DTYPE, openai_client, ray_serve
 from deployments.model import ensure_model
 
 POOL: Final = "handoff"
@@ -87,10 +87,10 @@ def _args(system: str, step_tokens: int) -> Any:
         model=str(ensure_model()),
         model_id=system,
         device="cpu",
-        dtype="bfloat16",
+        dtype=DTYPE,
         max_model_len=8192,
         block_tokens=BLOCK_TOKENS,
-        kv_cache_nbytes=512 * MIB,
+        kv_cache_nbytes=768 * MIB,
         pool=POOL,
         connector={"concurrent_hand_off": system == "concurrent"},
         engine={"max_num_batched_tokens": step_tokens},

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from benchmarks.machine import facts
 from benchmarks.serving_load import Load, Outcome, ask, drive, reusable
-from benchmarks.serving_ray import openai_client, ray_serve
+from benchmarks.serving_ray import DTYPE, openai_client, ray_serve
 from deployments.model import ensure_model
 from deployments.reuse import LABEL, SAMPLE
 
@@ -60,7 +60,7 @@ def configuration(system: str, replicas: int, cache_nbytes: int) -> dict[str, An
         model=str(ensure_model()),
         model_id=system,
         device="cpu",
-        dtype="bfloat16",
+        dtype=DTYPE,
         max_model_len=4096,
         block_tokens=BLOCK_TOKENS,
         kv_cache_nbytes=cache_nbytes,
@@ -216,8 +216,8 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, help="number of sessions, in place of the load's")
     parser.add_argument("--turns", type=int, help="requests of a session, in place of the load's")
     parser.add_argument("--think", type=float, help="mean pause before a request, seconds, in place of the load's")
-    parser.add_argument("--cache", type=int, default=128, help="KV of each engine, MiB (default: 128)")
-    parser.add_argument("--pool", type=int, default=2048, help="raykv's memory, MiB (default: 2048)")
+    parser.add_argument("--cache", type=int, default=256, help="KV of each engine, MiB (default: 256)")
+    parser.add_argument("--pool", type=int, default=4096, help="raykv's memory, MiB (default: 4096)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
     options = parser.parse_args()

@@ -12,6 +12,8 @@ from deployments.demo import DRIVER_SETTINGS
 from deployments.local_ray import LocalRay
 
 HOST: Final = "127.0.0.1"
+DTYPE: Final = "float32"
+"""The type of weights and KV. CPUs without instructions for bfloat16 compute it several times slower."""
 
 
 @contextmanager
