@@ -221,7 +221,7 @@ class Agent:
         while name in self.engine.scheduler.requests:
             self.engine.step()
         wait([future for _, _, future in self.engine.worker.worker_side.saving])
-        self.side._reporter.submit(lambda: None).result()
+        self.side._ended._thread.submit(lambda: None).result()
         self.engine.scheduler.reset_prefix_cache()
         assert self.engine.outputs[name] == toy.expected(prompt, 2)
         return self.engine.loaded_tokens - loaded
@@ -373,7 +373,7 @@ def test_a_prefill_engine_hands_hints_to_the_decode_engine(agents: Callable[[], 
         handed = agent.engine.step()
     assert handed[0].kv_transfer_params["raykv_hints"] == {"session_end": True}
     wait([future for _, _, future in agent.engine.worker.worker_side.saving])
-    agent.side._reporter.submit(lambda: None).result()
+    agent.side._ended._thread.submit(lambda: None).result()
     assert agent.ranks(prompt) == [0] * 8, "the session has not ended yet"
 
 
