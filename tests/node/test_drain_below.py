@@ -220,7 +220,8 @@ def test_chunks_of_a_shared_directory_stay_where_they_are(tmp_path):
 
 
 def test_chunks_that_others_hold_are_not_sent_again(tmp_path):
-    with cluster_on(tmp_path, 3) as running:
+    # Long heartbeats: the drain waits two for the owners of the keys, and a busy machine needs more than 0.06 s.
+    with cluster_on(tmp_path, 3, heartbeat_s=0.5) as running:
         sunk(running, 2, names(20))
         with running.client(SPACE, node=0) as client:
             put(client, names(8))

@@ -91,7 +91,7 @@ def test_a_hot_prefix_gets_replicas_which_serve_and_go_when_it_cools():
         stats = [node.stats()["heat"] for node in running.nodes]
         assert [each["replicas"] for each in stats] == [0, 6, 6, 6]
         assert [each["replica_nbytes"] for each in stats] == [0, *[6 * NBYTES] * 3]
-        assert sum(each["copied"] for each in stats) >= 18
+        wait_until(lambda: sum(node.stats()["heat"]["copied"] for node in running.nodes) >= 18)  # counted afterwards
         wait_until(lambda: holders(running, keys) == {0})
         assert [node.store.counters.retired for node in running.nodes] == [0, 6, 6, 6]
         assert all(node.stats()["heat"]["replicas"] == 0 for node in running.nodes)
