@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-core model demo serve test test-rdma-full test-vllm quick soak bench bench-quick bench-serving lint format typecheck notebooks lock clean
+.PHONY: help setup setup-core model demo serve test test-rdma-full test-vllm quick soak bench bench-quick bench-serving bench-connectors lint format typecheck notebooks lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -72,6 +72,9 @@ bench-quick: setup-core ## The same with fewer rounds, stores and sizes: 5 minut
 
 bench-serving: setup model ## Compare request routers in front of real engines under a multi-turn load: 30 minutes
 	@$(venv)/bin/python -m benchmarks.serving $(ARGS)
+
+bench-connectors: setup model ## Compare KV connectors of vLLM under a multi-turn load, one engine each: 40 minutes
+	@RAYKV_TORCH_SOURCE="$(torch_source)" $(venv)/bin/python -m benchmarks.connectors $(ARGS)
 
 lint: setup ## Check style
 	@$(venv)/bin/ruff check

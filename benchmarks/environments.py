@@ -17,8 +17,11 @@ ROOT: Final = Path(__file__).parents[1]
 CACHE: Final = ROOT / ".cache" / "bench"
 PROGRAMS: Final = CACHE / "debian"
 REQUIREMENTS: Final = Path(__file__).parent / "requirements"
+EXCLUDES: Final = ROOT / ".ci" / "excludes.txt"
 CHART: Final = "chart"
 """Name of the environment in which charts are drawn."""
+MOONCAKE: Final = {"mooncake", "connectors-mooncake"}
+"""Environments with Mooncake's wheel, which needs libraries of Debian packages."""
 TIMEOUT_S: Final = 600
 
 
@@ -42,7 +45,7 @@ def prepare(names: set[str]) -> dict[str, Environment]:
     """
     made = {"": Environment(Path(sys.executable))}
     with ThreadPoolExecutor() as threads:
-        programs = threads.submit(_guarded, _unpack) if {"debian", "mooncake"} & names else None
+        programs = threads.submit(_guarded, _unpack) if {"debian", *MOONCAKE} & names else None
         others = {name: threads.submit(_guarded, partial(_install, name)) for name in sorted(names - {"", "debian"})}
     problem = programs.result() if programs else ""
     if programs:
@@ -50,8 +53,9 @@ def prepare(names: set[str]) -> dict[str, Environment]:
         made["debian"] = Environment(Path(sys.executable), "" if there else problem)
     for name, done in others.items():
         made[name] = Environment(CACHE / name / "bin" / "python", done.result())
-    if "mooncake" in made and problem and not made["mooncake"].problem and not _works(made["mooncake"].python):
-        made["mooncake"] = Environment(made["mooncake"].python, problem)
+    for name in MOONCAKE & made.keys():
+        if problem and not made[name].problem and not _works(made[name].python):
+            made[name] = Environment(made[name].python, problem)
     return made
 
 
@@ -84,7 +88,7 @@ def _install(name: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     _run([str(uv), "venv", "--quiet", "--python", sys.executable, str(folder)])
     command = [str(uv), "pip", "install", "--quiet", "--compile-bytecode", "--python", str(folder / "bin" / "python")]
-    _run([*command, *_torch_source(), "-r", str(requirements)])
+    _run([*command, *_torch_source(), "--excludes", str(EXCLUDES), "-r", str(requirements)])
     _note(folder, requirements)
 
 

@@ -90,7 +90,7 @@ def _args(system: str, step_tokens: int) -> Any:
         dtype=DTYPE,
         max_model_len=8192,
         block_tokens=BLOCK_TOKENS,
-        kv_cache_nbytes=768 * MIB,
+        kv_cache_nbytes=512 * MIB,
         pool=POOL,
         connector={"concurrent_hand_off": system == "concurrent"},
         engine={"max_num_batched_tokens": step_tokens},
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=1024, help="tokens of an engine's step (default: 1024)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--pool", type=int, default=3072, help="raykv's memory on each Ray node, MiB (default: 3072)")
+    parser.add_argument("--pool", type=int, default=1536, help="raykv's memory on each Ray node, MiB (default: 1536)")
     parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
     options = parser.parse_args()
     with running(options.step, options.pool * MIB) as port:
