@@ -7,7 +7,9 @@ one system is busy at a time. So a change of the machine's speed affects all ali
 
 multi-turn: sessions ask in turn, with all that was said before. An engine has memory for two sessions.
 long: the same with histories of 8 000 tokens.
+repeat: six prompts of 2 000 tokens, and again; an engine has memory for one.
 new: prompts that share nothing.
+prefix-repetition, timed-trace: loads of `vllm bench serve`. long-doc-qa, multi-round-chat: of `lmcache bench engine`.
 
 For each system: time to the first token; tokens that were reused, as a share of what an engine that holds everything
 would reuse; CPU seconds of the system's processes. A system that does not start is named with the reason.
@@ -20,13 +22,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import environments
+from benchmarks import environments, outside_loads
 from benchmarks.engine_servers import KINDS, MIB, EngineOptions, EngineServer, engine_server
 from benchmarks.machine import facts
 from benchmarks.serving_load import Asked, reusable
@@ -34,6 +36,7 @@ from deployments.model import ensure_model
 
 VOCABULARY: Final = range(1000, 40000)
 MARGIN_TOKENS: Final = 64
+SYSTEMS: Final = "everything,none,vllm,raykv,lmcache,mooncake"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,9 @@ class Load:
 LOADS: Final = {
     "multi-turn": Load(sessions=8, turns=6, first_tokens=600),
     "long": Load(sessions=3, turns=3, first_tokens=8000, step_tokens=1024),
+    "repeat": Load(sessions=6, turns=2, first_tokens=2000, turn_tokens=1, cached_sessions=1),
     "new": Load(sessions=8, turns=1, first_tokens=1000),
+    **dict.fromkeys(outside_loads.PROGRAMS, Load(sessions=8, turns=1, first_tokens=1100)),
 }
 
 
@@ -252,9 +257,14 @@ def engine_options(load: Load, block_tokens: int, pool_nbytes: int) -> EngineOpt
     )
 
 
-def start(names: Sequence[str], options: EngineOptions, scratch: Path, stack: ExitStack) -> list[Player]:
+def start(
+    names: Sequence[str],
+    options: EngineOptions,
+    made: Mapping[str, environments.Environment],
+    scratch: Path,
+    stack: ExitStack,
+) -> list[Player]:
     """Start the systems one after the other. One that does not start is named with the reason."""
-    made = environments.prepare({KINDS[name].environment for name in names})
     players = []
     for name in names:
         began_s = time.monotonic()
@@ -268,7 +278,7 @@ def start(names: Sequence[str], options: EngineOptions, scratch: Path, stack: Ex
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (default: all)")
+    parser.add_argument("--systems", default=SYSTEMS, help=f"of {', '.join(KINDS)} (default: {SYSTEMS})")
     parser.add_argument("--load", choices=sorted(LOADS), default="multi-turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sessions", type=int, help="number of sessions, in place of the load's")
@@ -285,24 +295,39 @@ def main() -> None:
         sys.exit(f"--systems: {', '.join(sorted(unknown))}: unknown; there are {', '.join(KINDS)}")
     changed = {"sessions": options.sessions, "turns": options.turns, "first_tokens": options.tokens}
     load = replace(LOADS[options.load], **{name: value for name, value in changed.items() if value is not None})
-    engines = engine_options(load, options.block, options.pool * MIB)
-    with tempfile.TemporaryDirectory(prefix="rkb-", dir="/dev/shm") as folder, ExitStack() as stack:
-        players = start(names, engines, Path(folder), stack)
-        warm = replace(load, sessions=1, turns=2)
-        play(players, replace(warm, first_tokens=min(load.first_tokens, 600)), 1, -options.seed)
-        for player in players:
-            player.rounds.clear()
-        play(players, load, options.rounds, options.seed)
-        problems = {each.problem for player in players for every in player.rounds for each in every if each.problem}
-    figures = {player.server.name: player.figures(options.block) for player in players}
-    print(f"\n{options.load}: {load}; blocks of {options.block} tokens; seed {options.seed}; {options.rounds} rounds\n")
-    print(table(figures))
-    print("\n".join(sorted(problems)))
+    figures = measure(names, load, options)
     if options.out:
         about = {"machine": facts(), "load": asdict(load), "options": vars(options) | {"out": str(options.out)}}
-        options.out.write_text(json.dumps({**about, "systems": figures}, indent=1))
+        options.out.write_text(json.dumps({**about, "systems": figures}, indent=1, default=str))
     if options.chart:
         draw(figures, options.chart)
+
+
+def measure(names: Sequence[str], load: Load, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Start the systems, play all rounds, and print the table. Returns the figures of each system."""
+    engines, outside = engine_options(load, options.block, options.pool * MIB), options.load in outside_loads.PROGRAMS
+    used = {KINDS[name].environment for name in names} | ({outside_loads.LMCACHE} if outside else set())
+    made = environments.prepare(used)
+    with tempfile.TemporaryDirectory(prefix="rkb-", dir="/dev/shm") as folder, ExitStack() as stack:
+        players = start(names, engines, made, Path(folder), stack)
+        warm = replace(load, sessions=1, turns=2, first_tokens=min(load.first_tokens, 600))
+        play(players, warm, 1, -options.seed)
+        for player in players:
+            player.rounds.clear()
+        if outside:
+            servers = [player.server for player in players]
+            figures = outside_loads.play(
+                options.load, servers, engines, options.rounds, options.seed, made, Path(folder)
+            )
+        else:
+            play(players, load, options.rounds, options.seed)
+            figures = {player.server.name: player.figures(options.block) for player in players}
+    what = outside_loads.PROGRAMS.get(options.load, str(load))
+    print(f"\n{options.load}: {what}; blocks of {options.block} tokens; seed {options.seed}; {options.rounds} rounds\n")
+    print(outside_loads.table(figures) if outside else table(figures))
+    problems = {each.problem for player in players for some in player.rounds for each in some if each.problem}
+    print("\n".join(sorted(problems)))
+    return figures
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 import psutil
 
-from benchmarks.environments import PROGRAMS, ROOT, Environment
+from benchmarks.environments import CACHE, PROGRAMS, ROOT, Environment
 from benchmarks.system import Server, answers, free_port
 
 NODE: Final = Path(__file__).parent / "systems" / "raykv_node.py"
@@ -107,11 +108,24 @@ def nothing_cached(options: EngineOptions, scratch: Path, environment: Environme
 @contextmanager
 def raykv_node(options: EngineOptions, scratch: Path, environment: Environment) -> Iterator[Store]:
     """A node in a process of its own, without Ray."""
-    fields = {
-        "node_id": "n",
-        "cluster": "connectors",
-        "storage": {"arena_nbytes": options.pool_nbytes, "shm_dir": str(scratch)},
-    }
+    with raykv_process({"arena_nbytes": options.pool_nbytes}, scratch) as store:
+        yield store
+
+
+@contextmanager
+def raykv_ssd(options: EngineOptions, scratch: Path, environment: Environment) -> Iterator[Store]:
+    """A node with as much memory as the engine, and an SSD tier in the project's folder."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="ssd-", dir=CACHE) as folder:
+        ssd = {"paths": [folder], "capacity_nbytes": options.pool_nbytes}
+        arena_nbytes = max(options.cache_tokens * options.token_nbytes, 64 * MIB)
+        with raykv_process({"arena_nbytes": arena_nbytes, "ssd": ssd}, scratch) as store:
+            yield store
+
+
+@contextmanager
+def raykv_process(storage: Mapping[str, Any], scratch: Path) -> Iterator[Store]:
+    fields = {"node_id": "n", "cluster": "connectors", "storage": {"shm_dir": str(scratch), **storage}}
     address = f"unix:{scratch}/raykv-connectors-n.sock"
     command = [sys.executable, "-P", str(NODE), json.dumps(fields), secrets.token_hex(32)]
     with served("raykv-node", command, scratch, stdin=-1) as server:  # the node serves until its input ends
@@ -172,6 +186,7 @@ KINDS: Final = {
     "none": Kind("no reuse at all", nothing_cached),
     "vllm": Kind("vLLM's prefix cache alone", no_store),
     "raykv": Kind("RayKVConnector", raykv_node),
+    "raykv-ssd": Kind("RayKVConnector, most chunks on SSD", raykv_ssd),
     "lmcache": Kind("LMCacheMPConnector 0.5.6", lmcache_server, "connectors-lmcache"),
     "mooncake": Kind("MooncakeStoreConnector 0.3.13", mooncake_master, "connectors-mooncake"),
 }
@@ -252,6 +267,7 @@ def engine_server(
             "port": port,
             "dtype": "float32",
             "block-size": options.block_tokens,
+            "distributed-executor-backend": "uni",
             "max-model-len": options.max_tokens,
             "max-num-batched-tokens": options.step_tokens,
             "kv-cache-memory-bytes": options.token_nbytes * cached,
