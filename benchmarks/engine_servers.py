@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from benchmarks.environments import CACHE, PROGRAMS, ROOT, Environment
 from benchmarks.system import Server, answers, free_port
 
@@ -233,6 +231,8 @@ class EngineServer:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds so far of all processes of the engine and its store."""
+        import psutil
+
         total = 0.0
         for number in self._processes:
             parent = psutil.Process(number)
