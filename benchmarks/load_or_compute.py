@@ -206,8 +206,8 @@ class Measured:
         return {name: statistics.median(measured) for name, measured in times.items()}
 
     def _wait_for_saves(self) -> None:
-        for _, _, future in get_kv_transfer_group().worker_side.saving:
-            future.result()
+        for saving in get_kv_transfer_group().worker_side.saving:
+            saving.future.result()
 
 
 def main() -> None:

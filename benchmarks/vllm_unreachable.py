@@ -296,8 +296,8 @@ class Rounds:
         tally.differ += sum(one not in ([], other) for one, other in zip(got, expected, strict=True))
         tally.loads += counted_loads(self._engine) - before
         assert not self._loads.is_due, "nothing was loaded, so the far node did not disappear"
-        for _, _, future in get_kv_transfer_group().worker_side.saving:
-            future.result()
+        for saving in get_kv_transfer_group().worker_side.saving:
+            saving.future.result()
         if way:
             self._far.appear(way)
 
@@ -311,8 +311,8 @@ def store(far: Far, count: int, options: argparse.Namespace) -> list[tuple[list[
         answers = []
         for prompt in prompts:
             answers += answer(engine, [prompt])
-            for _, _, future in get_kv_transfer_group().worker_side.saving:
-                future.result()
+            for saving in get_kv_transfer_group().worker_side.saving:
+                saving.future.result()
         return list(zip(prompts, answers, strict=True))
     finally:
         engine.llm_engine.engine_core.shutdown()

@@ -220,7 +220,7 @@ class Agent:
         self.engine.add(name, prompt, max_tokens=2, salt="", params=params, session_id=session, kv_hints=envelope)
         while name in self.engine.scheduler.requests:
             self.engine.step()
-        wait([future for _, _, future in self.engine.worker.worker_side.saving])
+        wait([saving.future for saving in self.engine.worker.worker_side.saving])
         self.side._ended._thread.submit(lambda: None).result()
         self.engine.scheduler.reset_prefix_cache()
         assert self.engine.outputs[name] == toy.expected(prompt, 2)
@@ -372,7 +372,7 @@ def test_a_prefill_engine_hands_hints_to_the_decode_engine(agents: Callable[[], 
     while not handed:
         handed = agent.engine.step()
     assert handed[0].kv_transfer_params["raykv_hints"] == {"session_end": True}
-    wait([future for _, _, future in agent.engine.worker.worker_side.saving])
+    wait([saving.future for saving in agent.engine.worker.worker_side.saving])
     agent.side._ended._thread.submit(lambda: None).result()
     assert agent.ranks(prompt) == [0] * 8, "the session has not ended yet"
 

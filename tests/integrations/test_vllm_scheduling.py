@@ -736,7 +736,7 @@ def test_chunks_in_this_hosts_memory_are_found_at_once(model: Path, node: tuple[
     engine.add("first", prompt, max_tokens=3, salt="")
     while engine.scheduler.requests:
         engine.step()
-    wait([future for _, _, future in engine.worker.worker_side.saving])
+    wait([saving.future for saving in engine.worker.worker_side.saving])
     engine.scheduler.reset_prefix_cache()
     stop_process(pid)
     engine.add("second", prompt, max_tokens=3, salt="")
@@ -759,7 +759,7 @@ def test_a_request_is_recorded_on_a_thread(model: Path, node: tuple[str, int], m
     engine.add("first", prompt, max_tokens=3, salt="")
     while engine.scheduler.requests:
         engine.step()
-    wait([future for _, _, future in engine.worker.worker_side.saving])
+    wait([saving.future for saving in engine.worker.worker_side.saving])
     engine.scheduler.reset_prefix_cache()
     link = Link.connect(address, b"", deadline_s=time.monotonic() + 10.0)
     link.call(messages.FetchTrace(True), deadline_s=time.monotonic() + 10.0)

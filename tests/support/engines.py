@@ -317,7 +317,7 @@ class Engine:
 
     def _wait_for_saves(self) -> None:
         for connector in connectors():
-            wait([future for _, _, future in connector.worker_side.saving])
+            wait([saving.future for saving in connector.worker_side.saving])
 
     def preemptions(self) -> int:
         """Return how often the engine has preempted a request, by vLLM's own counter."""

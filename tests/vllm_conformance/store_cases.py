@@ -159,7 +159,7 @@ class Worker:
         )
         worker = self.connector.worker.worker_side
         worker.save(orders.saves)
-        wait([future for _, _, future in worker.saving])
+        wait([saving.future for saving in worker.saving])
         worker.count_saves()
         return orders.saves
 

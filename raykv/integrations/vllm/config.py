@@ -20,9 +20,11 @@ class ConnectorConfig(Model):
         load_policy: "sooner": load a stored prefix if the load is expected to end before the engine could compute the
             prefix. The estimates use measured rates of the engine and of the loads. "always": load every stored prefix.
         load_timeout_s: Chunks that arrive later than this are recomputed. Only the request waits, not the engine.
-        store_timeout_s: The saves of a step wait at most this long for slots in the node's memory. Chunks that get no
-            slot are not stored. Before vLLM reuses blocks of a queued save, vLLM waits at most this long for the save
-            to begin. If the node is on another host, set several seconds, because saves then cross the network.
+        store_timeout_s: Before vLLM reuses the blocks of a save, vLLM waits at most this long for the save to begin, or
+            to get slots in the node's memory. Chunks that get no slot are not stored. If the node is on another host,
+            set several seconds, because saves then cross the network.
+        save_timeout_s: While no step needs its blocks, a save waits at most this long for slots. The engine goes on
+            meanwhile.
         load_threads: At most this many loads run at once. Other loads wait in a queue. `load_timeout_s` includes this
             wait.
         revision: Text that identifies the weights. None: the commit of a model from the hub, or a digest of a local
@@ -44,6 +46,7 @@ class ConnectorConfig(Model):
     load_policy: Literal["sooner", "always"] = "sooner"
     load_timeout_s: Annotated[float, Field(gt=0)] = 5.0
     store_timeout_s: Annotated[float, Field(gt=0)] = 0.003
+    save_timeout_s: Annotated[float, Field(gt=0)] = 1.0
     load_threads: Annotated[int, Field(ge=1, le=64)] = 4
     store_tp_size: Annotated[int, Field(ge=1)] | None = None
     hand_off_timeout_s: Annotated[float, Field(gt=0)] = 60.0

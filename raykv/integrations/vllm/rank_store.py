@@ -5,17 +5,20 @@ ranks never share a key.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raykv import Put
+from raykv.client.slot_supply import NO_ANSWER
+from raykv.errors import PeerUnavailable
 from raykv.integrations.gpu_layout import GpuLayout, load_here
 from raykv.integrations.kv_layout import Layout, Values
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.events import Reporter
 from raykv.integrations.vllm.metadata import LoadedChunks, Rank, Save, Scope
+from raykv.integrations.vllm.saving import Patience
 from raykv.protocol.namespace import Namespace
 from raykv.types import NO_HINTS, GetResult, Hints, KeyArray, Match, NodeId, PutResult
 
@@ -117,12 +120,12 @@ class RankStore:
         if self.reporter is not None:
             self.reporter.skip(saves)
 
-    def save(self, saves: Sequence[Save], fence: Any, *, deadline_s: float, flush_s: float) -> list[PutResult]:
+    def save(self, saves: Sequence[Save], fence: Any, *, patience: Patience, flush_s: float) -> list[PutResult]:
         """Store chunks, and collect late answers to earlier saves.
 
         Args:
             saves: The saves of one step. They all have the same epoch.
-            deadline_s: Wait for slots until this time. After it, only slots that the client already has are used.
+            patience: How long to wait for slots. After that, only slots that the client already has are used.
             flush_s: Wait at most this long for late answers.
         """
         # All saves of a step have one epoch, and therefore one quota group.
@@ -132,7 +135,7 @@ class RankStore:
             return [PutResult(0, 0, chunks_of(saves), "the node is not there yet")]
         is_answered = False
         try:
-            results = self._put(client, saves, fence, deadline_s)
+            results = self._put(client, saves, fence, patience)
             late = client.flush(timeout_s=flush_s)
             is_answered = not late.posted
         finally:
@@ -140,17 +143,17 @@ class RankStore:
                 self.reporter.settle(client, saves, is_answered=is_answered)
         return [*results, late]
 
-    def _put(self, client: "Client", saves: Sequence[Save], fence: Any, deadline_s: float) -> list[PutResult]:
+    def _put(self, client: "Client", saves: Sequence[Save], fence: Any, patience: Patience) -> list[PutResult]:
         """Copy chunks in batches into the node's memory. Commit each batch with one message."""
         results: list[PutResult] = []
         for index, layout in self.cache.layouts.items():
             if isinstance(layout, GpuLayout):
                 layout.use_arena(client)
-            runs = [self._run(save, deadline_s, results) for save in saves if save.group == index]
+            runs = [self._run(save, patience, results) for save in saves if save.group == index]
             for batch in _batches(runs, layout.batch_chunks):
                 values = layout.values([run.blocks for run in batch], fence)
                 puts = [run.put(each) for run, each in zip(batch, values, strict=True)]
-                result = client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock()))
+                result = _put_patiently(client, puts, patience)
                 results.append(result)
                 if self.reporter is not None:
                     is_stored = not result.skipped and not result.posted
@@ -158,11 +161,11 @@ class RankStore:
                         self.reporter.add(run.number, run.keys, run.depth, is_stored=is_stored)
         return results
 
-    def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
+    def _run(self, save: Save, patience: Patience, results: list[PutResult]) -> _Run:
         """Return the chunks to store.
 
         A `cached` save is looked up first. The leading chunks that nodes hold already are left out. If the lookup does
-        not end before the deadline, all chunks are left out.
+        not end in time, all chunks are left out.
         """
         client = self.client(save.scope)
         assert client is not None, "clients of all scopes are made from one"
@@ -172,11 +175,44 @@ class RankStore:
         run = _Run(keys[start:], save.blocks, above_key, save.depth, hints, save.number)
         if not save.cached:
             return run
-        held = client.match(run.keys, timeout_s=max(0.0, deadline_s - self._clock()), record=False).count
+        held, deadline_s = 0, patience.deadline_s()
+        while True:
+            held = client.match(run.keys, timeout_s=patience.left_s(deadline_s), record=False).count
+            if held == len(run.keys) or not patience.ran_out(deadline_s) or patience.is_over():
+                break
+            deadline_s = patience.deadline_s()
         if self._clock() >= deadline_s and held < len(run.keys):
             results.append(PutResult(0, 0, len(run.keys)))  # no answer in time
             held = len(run.keys)
         return run.part(held, len(run.keys))
+
+
+def _put_patiently(client: "Client", puts: Sequence[Put], patience: Patience) -> PutResult:
+    """Store chunks, and try again with those for which the node did not answer in time.
+
+    Raises:
+        PeerUnavailable: The node does not answer.
+        RayKVError: The node refused a field.
+    """
+    done: PutResult | None = None
+    while True:
+        deadline_s = patience.deadline_s()
+        try:
+            result = client.put_many(puts, wait=True, timeout_s=patience.left_s(deadline_s))
+        except PeerUnavailable:
+            if not patience.ran_out(deadline_s) or patience.is_over():
+                raise
+            continue
+        if done is not None:  # chunks of the tries before count as existing now
+            result = replace(result + replace(done, skipped=0, reason=""), existed=done.existed)
+        if not result.skipped or result.reason != NO_ANSWER:
+            return result
+        while result.posted and not patience.is_over():  # a chunk without an answer would be written again
+            late = client.flush(timeout_s=patience.try_s)
+            result = replace(result, stored=result.stored + late.stored, posted=late.posted)
+        if patience.is_over():
+            return result
+        done = result
 
 
 def _load(

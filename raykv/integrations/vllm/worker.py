@@ -1,8 +1,8 @@
 """The worker's side: copies chunks between the KV cache and raykv, as ordered by the scheduler's side.
 
 Saves run on one separate thread after a step's forward pass. Full blocks do not change, so the next steps do not wait
-for saves. But if vLLM gives a block to another use, the next step waits for the saves that read this block. The step
-cancels saves that do not begin within `store_timeout_s`.
+for saves, and a save waits for the node up to `save_timeout_s`. But if vLLM gives a block to another use, the next step
+waits for the saves that read this block. The step ends those that do not begin or get slots within `store_timeout_s`.
 
 Loads run on separate threads. The engine does not touch the blocks of a loading request, even after an abort, until the
 load is reported as finished. Therefore every load, even a failed one, must be reported exactly once.
@@ -36,6 +36,7 @@ from raykv.integrations.vllm.metadata import (
     WorkerReport,
 )
 from raykv.integrations.vllm.rank_store import RankCache, RankStore, chunks_of
+from raykv.integrations.vllm.saving import Patience, Saving
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.types import NodeId, Path, PutResult
 
@@ -108,7 +109,7 @@ class WorkerSide:
     Attributes:
         loading: Loads in flight, by request id.
         stated: The last statement of the revision of the weights, until the next report.
-        saving: One entry per step with saves in flight: (blocks that the saves read, number of chunks, future result).
+        saving: One entry per step with saves in flight.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class WorkerSide:
         self._failed_requests: set[str] = set()
         self._ended: dict[str, LoadTimes] = {}
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="raykv-save")
-        self.saving: deque[tuple[set[int], int, Future[list[PutResult]]]] = deque()
+        self.saving: deque[Saving] = deque()
         self._epoch, self._dropper = "", EpochDropper()
         self.stated: list[Statement] = []
 
@@ -174,7 +175,7 @@ class WorkerSide:
         """If a load is in flight, or a save that must be reported, wait up to IDLE_WAIT_S until one of them ends."""
         running: list[Future[Any]] = [future for _, future in self.loading.values()]
         if self._reporters and self.saving:
-            running.append(self.saving[0][2])
+            running.append(self.saving[0].future)
         if running:
             wait(running, IDLE_WAIT_S, FIRST_COMPLETED)
 
@@ -337,8 +338,9 @@ class WorkerSide:
         if len(self.saving) < MAX_SAVING_STEPS:
             fence = self._stores[0].fence()
             blocks = {block for save in saves for chunk in save.blocks for block in chunk}
-            future = self._saver.submit(self._save, saves, fence)
-            self.saving.append((blocks, self._chunks_of(saves), future))
+            needed = Event()
+            future = self._saver.submit(self._save, saves, fence, needed)
+            self.saving.append(Saving(blocks, self._chunks_of(saves), needed, future))
             for reporter in self._reporters:
                 reporter.watch(saves, future)
         else:
@@ -347,13 +349,18 @@ class WorkerSide:
                 reporter.skip(saves)
 
     def release(self, blocks: Set[int]) -> None:
-        """Wait for the saves that read these blocks. Cancel those that do not begin within `store_timeout_s`."""
+        """Wait for the saves that read these blocks. End those that do not begin or get slots in `store_timeout_s`."""
+        reading = [number for number, saving in enumerate(self.saving) if not saving.blocks.isdisjoint(blocks)]
+        if not reading:
+            return
         until_s = self._clock() + self._config.store_timeout_s
-        for saved, _, future in self.saving:
-            if not saved.isdisjoint(blocks):
-                wait([future], max(0.0, until_s - self._clock()))
-                if not future.cancel():
-                    wait([future])
+        for number in range(reading[-1] + 1):  # one thread saves, so earlier saves must not wait either
+            self.saving[number].needed.set()
+        for number in reading:
+            future = self.saving[number].future
+            wait([future], max(0.0, until_s - self._clock()))
+            if not future.cancel():
+                wait([future])
 
     def count_saves(self) -> str:
         """Add the ended saves to the statistics. Never waits.
@@ -362,10 +369,13 @@ class WorkerSide:
             The last reason why chunks were not stored, for example no room or no node. Empty if there is none.
         """
         reason = ""
-        while self.saving and self.saving[0][2].done():
-            _, chunks, future = self.saving.popleft()
+        while self.saving and self.saving[0].future.done():
+            saving = self.saving.popleft()
+            future = saving.future
             if future.cancelled():
-                reason = self._count_saved(_skipped(chunks, "the engine reused their blocks before the save began"))
+                reason = self._count_saved(
+                    _skipped(saving.chunks, "the engine reused their blocks before the save began")
+                )
             elif error := future.exception():
                 self._count_error("save", error)
                 reason = str(error)
@@ -378,17 +388,19 @@ class WorkerSide:
         for store in self._stores:
             store.prepare(chunks, scope, self._config.store_timeout_s)
 
-    def _save(self, saves: Sequence[Save], fence: Any) -> list[PutResult]:
+    def _save(self, saves: Sequence[Save], fence: Any, needed: Event) -> list[PutResult]:
         """Store chunks, and collect late answers to earlier saves. If `saves` is empty, wait a short time for them.
 
-        Waits at most `store_timeout_s` for slots, and not at all if the client has enough.
+        Waits at most `save_timeout_s` for slots, and not at all if the client has enough.
         """
-        deadline_s = self._clock() + self._config.store_timeout_s
-        flush_s = 0.0 if saves else self._config.store_timeout_s
+        short_s = self._config.store_timeout_s
+        until_s = self._clock() + self._config.save_timeout_s
+        patience = Patience(self._clock, short_s, until_s, lambda: needed.is_set() or self._closing.is_set())
+        flush_s = 0.0 if saves else short_s
         results: list[PutResult] = []
         for number, store in enumerate(self._stores):
             try:
-                results += store.save(saves, fence, deadline_s=deadline_s, flush_s=flush_s)
+                results += store.save(saves, fence, patience=patience, flush_s=flush_s)
             except Exception:
                 for other in self._stores[number + 1 :]:  # a chunk is useful only if all ranks store it
                     other.skip(saves)
