@@ -38,6 +38,8 @@ from deployments.model import ensure_model
 
 VOCABULARY: Final = range(1000, 40000)
 MARGIN_TOKENS: Final = 64
+SPARE_BLOCKS: Final = 2
+"""An engine never uses one block, and a request may need one more than its tokens fill."""
 SYSTEMS: Final = "everything,none,vllm,raykv,lmcache,mooncake"
 
 
@@ -69,7 +71,7 @@ class Load:
 
 LOADS: Final = {
     "multi-turn": Load(sessions=8, turns=6, first_tokens=600),
-    "long": Load(sessions=3, turns=3, first_tokens=8000, step_tokens=1024),
+    "long": Load(sessions=3, turns=3, first_tokens=7800, step_tokens=1024),
     "repeat": Load(sessions=6, turns=2, first_tokens=2000, turn_tokens=1, cached_sessions=1),
     "new": Load(sessions=8, turns=1, first_tokens=1000),
     "agentic": Load(sessions=8, turns=1, first_tokens=3000),
@@ -266,13 +268,14 @@ def engine_options(load: Load, block_tokens: int, pool_nbytes: int) -> EngineOpt
     config = AutoConfig.from_pretrained(model)
     head = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
     session = -(-(load.session_tokens + MARGIN_TOKENS) // block_tokens) * block_tokens
+    spare = SPARE_BLOCKS * block_tokens
     return EngineOptions(
         model=model,
         block_tokens=block_tokens,
         step_tokens=load.step_tokens,
         max_tokens=load.session_tokens + MARGIN_TOKENS,
-        cache_tokens=load.cached_sessions * session,
-        whole_tokens=(load.sessions + 1) * session,
+        cache_tokens=load.cached_sessions * session + spare,
+        whole_tokens=(load.sessions + 1) * session + spare,
         pool_nbytes=pool_nbytes,
         token_nbytes=2 * config.num_hidden_layers * config.num_key_value_heads * head * 4,
     )
@@ -294,6 +297,8 @@ def start(
             print(f"{name}: ready after {time.monotonic() - began_s:.0f} s", flush=True)
         except RuntimeError as error:
             print(f"{name}: cannot run: {error}", flush=True)
+    if not players:
+        sys.exit("no system can run")
     return players
 
 

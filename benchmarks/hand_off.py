@@ -175,7 +175,7 @@ def main() -> None:
     print(table(requests))
     if options.out:
         figures = {system: [asdict(one) for one in each] for system, each in requests.items()}
-        options.out.write_text(json.dumps({"machine": facts(), "systems": figures}, indent=1))
+        options.out.write_text(json.dumps({"machine": facts(), "dtype": DTYPE, "systems": figures}, indent=1))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,12 @@ def facts() -> dict[str, Any]:
     }
 
 
+def cpu_flags() -> set[str]:
+    """Return the names of the processor's extensions, as the kernel lists them."""
+    flags = next((line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("flags")), "")
+    return set(flags.partition(":")[2].split())
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()

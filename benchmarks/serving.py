@@ -45,6 +45,7 @@ LOADS: Final = {
     "multi-turn": Load(),
     "burst": Load(sessions=16, turns=1, systems=1, system_words=1500, first_words=8, think_s=1e-3),
 }
+CACHE_MIB: Final = 256 if DTYPE == "float32" else 128
 WARM_UP: Final = Load(sessions=4, turns=1, systems=1, system_words=50, first_words=60, think_s=0.5)
 METRICS_S: Final = 3.0
 """Ray exports metrics twice a second here, and the routers ask for reports every two seconds."""
@@ -238,8 +239,8 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, help="number of sessions, in place of the load's")
     parser.add_argument("--turns", type=int, help="requests of a session, in place of the load's")
     parser.add_argument("--think", type=float, help="mean pause before a request, seconds, in place of the load's")
-    parser.add_argument("--cache", type=int, default=256, help="KV of each engine, MiB (default: 256)")
-    parser.add_argument("--pool", type=int, default=4096, help="raykv's memory, MiB (default: 4096)")
+    parser.add_argument("--cache", type=int, default=CACHE_MIB, help=f"KV of each engine, MiB (default: {CACHE_MIB})")
+    parser.add_argument("--pool", type=int, default=1536, help="raykv's memory, MiB (default: 1536)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
     options = parser.parse_args()
@@ -261,7 +262,7 @@ def main() -> None:
             print(f"\n{name}: {options.replicas} workers each; {load}; seed {options.seed}; {options.rounds} rounds\n")
             print(table(figures), flush=True)
             if options.out:
-                about = {"machine": facts(), "options": vars(options) | {"out": str(options.out)}}
+                about = {"machine": facts(), "dtype": DTYPE, "options": vars(options) | {"out": str(options.out)}}
                 options.out.write_text(json.dumps({**about, "loads": found}, indent=1))
 
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
+from benchmarks.machine import cpu_flags
 from deployments.demo import DRIVER_SETTINGS
 from deployments.local_ray import LocalRay
 
 HOST: Final = "127.0.0.1"
-DTYPE: Final = "float32"
+DTYPE: Final = "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_bf16"} else "float32"
 """The type of weights and KV. CPUs without instructions for bfloat16 compute it several times slower."""
 
 
