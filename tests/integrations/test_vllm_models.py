@@ -82,7 +82,7 @@ KINDS = {
     "sliding window": Kind(write_gemma, 4 * MIB, arguments={"block_size": 128}, lengths=(300, 800), long=100),
     "states": Kind(write_next, 16 * MIB, "bfloat16", {"block_size": 16}, lengths=(300, 800), long=100),
     "latents": Kind(write_mla, 3 * MIB, "bfloat16", {"block_size": 16}, lengths=(300, 800), long=100),
-    "drafter": Kind(lambda folder: write_model(folder, seed=0), 4 * MIB),
+    "drafter": Kind(lambda folder: write_model(folder, seed=0), 3 * MIB, lengths=(200, 500), long=100),
 }
 
 
