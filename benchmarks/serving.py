@@ -1,6 +1,6 @@
 """Compares request routers of Ray Serve in front of equal vLLM workers under a multi-turn load.
 
-Run by hand: `make bench-serving`, or `python -m benchmarks.serving [--load multi-turn] [--replicas 4] [--rounds 3]`.
+Run by hand: `make bench-serving`, or `python -m benchmarks.serving [--load multi-turn] [--replicas 2] [--rounds 3]`.
 
 All systems run at the same time, each with its own workers and its own name for the model, and take turns: while one
 gets its load, the others are idle. They differ in the router, or have no pool. All pools are one pool; each system and
@@ -234,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", default="raykv,affinity,two-choices", help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--load", default="multi-turn,burst", help="one after the other (default: multi-turn,burst)")
-    parser.add_argument("--replicas", type=int, default=4, help="workers of each system (default: 4)")
+    parser.add_argument("--replicas", type=int, default=2, help="workers of each system, 2.1 GB each (default: 2)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sessions", type=int, help="number of sessions, in place of the load's")
     parser.add_argument("--turns", type=int, help="requests of a session, in place of the load's")
