@@ -233,15 +233,15 @@ class Node:
         """Stop serving. With `unlink`, remove the memory's files. With `leave`, leave the cluster at once."""
         self._stopping.set()
         self._wake_all()
-        if leave:
-            try:
-                self._membership.leave(self.config.node_id)
-            except TransientError:
-                pass  # the directory removes the node when its heartbeats stop
         for server in self._servers:
             server.close()
         for thread in self._threads:
             thread.join(timeout=JOIN_S)
+        if leave:  # after the last heartbeat, which would make the node a member again
+            try:
+                self._membership.leave(self.config.node_id)
+            except TransientError:
+                pass  # the directory removes the node when its heartbeats stop
         self._pool.close()
         self._peers.close()
         self._one_sided.close()

@@ -31,7 +31,7 @@ def drained(running: EmbeddedCluster, *nodes: int, rate: float = 1e12, timeout_s
 def leave(running: EmbeddedCluster, *nodes: int) -> None:
     for node in nodes:
         running.nodes[node].stop(unlink=True)
-    running.settle(timeout_s=45.0)  # a member that does not say goodbye is one until its time is over
+    running.settle()
 
 
 def stored_on(running: EmbeddedCluster, node: int, keys: KeyArray) -> list[bool]:
