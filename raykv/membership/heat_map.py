@@ -3,8 +3,9 @@
 Nodes report their hottest prefixes with every heartbeat. The load of a prefix is the sum over all nodes that have it.
 A prefix with the share s of the whole load of n nodes gets ceil(s * n / EPSILON) copies. So no copy adds more than
 EPSILON of the mean load to its node. New copies go to the nodes with the lowest load. If a node's load is above the
-mean by more than SLACK, its hottest prefixes get one more copy, even if their share is smaller. Nodes with a
-copy make further copies, so the number of copies grows exponentially.
+mean by more than SLACK, its hottest prefixes get one more copy, even if their share is smaller; if they have it
+already, the node's replicas move to the node with the lowest load. Nodes with a copy make further copies, so the number
+of copies grows exponentially.
 
 A copy must pay: on average it is read at least once in PAYS_S. Otherwise making it would cost more than it saves. This
 also tells heat from chance: a few reads by one request are not heat.
@@ -34,6 +35,8 @@ GROW: Final = 1.1
 """It rises only when the load needs more than this multiple of them."""
 SLACK: Final = 0.1
 """A node whose load is above the mean by more than this share is relieved."""
+MOVABLE: Final = 4
+"""Replicas move only while their prefix has at most this many copies: a move is one copy too many for a while."""
 PAYS_S: Final = 5.0
 MAX_PREFIXES: Final = 4096
 """At most this many prefixes get replicas: those with the highest load."""
@@ -197,27 +200,39 @@ class HeatMap:
         chosen: dict[bytes, list[NodeId]],
         loads: "_Loads",
     ) -> None:
-        """Give one more copy to the hottest prefixes of nodes whose load is high, on the nodes with the lowest load."""
+        """Give one more copy to the hottest prefixes of nodes whose load is high, or move the replicas there.
+
+        The copy goes to the node with the lowest load.
+        """
         self._relieving &= chosen.keys()
         most = (1 + SLACK) * loads.total / max(1, len(self._reports))
         for source in loads.above(most):
             for head in [prefix.head for prefix in self._reports[source][1].prefixes]:
                 prefix = found.get(head)
-                if prefix is None or head in self._relieving or prefix.load < self._hot:
+                if prefix is None or prefix.load < self._hot:
                     continue
                 nodes = chosen.get(head) or prefix.ordinary
-                count, target = len(nodes), loads.lowest(1, nodes)
-                if source not in nodes or not target or prefix.paying < count + 1:
-                    continue
-                share = prefix.load / (count + 1)
-                if loads[target[0]] + share >= loads[source]:
+                stay, target = self._relief(head, prefix, nodes, source), loads.lowest(1, nodes)
+                if not stay or not target or loads[target[0]] + prefix.load / (len(stay) + 1) >= loads[source]:
                     continue
                 loads.add(prefix, nodes, sign=-1)
-                copies[head], chosen[head] = copies.get(head, 1) + 1, nodes + target
+                chosen[head] = stay + target
                 loads.add(prefix, chosen[head])
-                self._relieving.add(head)
+                if len(stay) == len(nodes):
+                    copies[head] = copies.get(head, 1) + 1
+                    self._relieving.add(head)
                 if loads[source] <= most:
                     break
+
+    def _relief(self, head: bytes, prefix: _Copies, nodes: list[NodeId], source: NodeId) -> list[NodeId]:
+        """Return which nodes keep a prefix when another node gets a copy to relieve `source`; none if it must not."""
+        if source not in nodes:
+            return []
+        if head not in self._relieving:
+            return nodes if prefix.paying >= len(nodes) + 1 else []
+        held = prefix.holders.get(source)
+        moved = held is not None and held.replica and len(nodes) <= MOVABLE and prefix.holders.keys() <= {*nodes}
+        return [node_id for node_id in nodes if node_id != source] if moved else []
 
 
 class _Loads:

@@ -227,6 +227,34 @@ def test_a_node_above_the_mean_is_relieved_by_the_nodes_with_the_lowest_load():
     assert max(ordered.values()) - min(ordered.values()) <= 1
 
 
+def test_a_replica_moves_from_a_node_above_the_mean_if_its_prefix_has_one_more_copy_already():
+    heat, names, hot, ordinary = HeatMap(hot_nbytes_per_s=1.0), "abcdef", b"h" * 16, {"a": False}
+
+    def plan(now_s: float, holders: dict[str, bool], loads: dict[str, float]) -> dict[str, HeatOrders]:
+        orders = {}
+        for again in (0.0, 0.6):  # the first round brings the reports, the second one a plan of all of them
+            for name in names:
+                here = [HotPrefix(hot, 2.4e5 / len(holders), 1, holders[name])] if name in holders else []
+                got = heat.beat(
+                    name, HeatReport(loads.get(name, 1e6), tuple(here)), view_of(names), now_s=now_s + again
+                )
+                orders[name] = got or HeatOrders()
+        return orders
+
+    plan(0.0, ordinary, {"a": 1.5e6, "b": 9e5})
+    both = {"a": False, "b": True}
+    assert heat.copies == {hot: 2}, "the one that relieves a"
+    orders = plan(2.0, both, {"b": 1.5e6, "c": 9e5})
+    assert [order.targets for each in orders.values() for order in each.copies] == [("c",)]
+    assert hot in orders["a"].keep
+    assert hot not in orders["b"].keep
+    assert heat.copies == {hot: 2}
+    three = {"a": False, "b": True, "c": True}
+    orders = plan(4.0, three, {"a": 1.5e6, "c": 1.5e6})
+    assert hot in orders["c"].keep, "the replica on b has not gone yet"
+    assert not any(each.copies for each in orders.values())
+
+
 def test_a_copy_must_pay():
     _, ordered = skewed(nbytes=int(2e4 * PAYS_S / 2) + 1)
     assert ordered == {}, "a replica of a prefix that is read twice in PAYS_S"

@@ -1,7 +1,8 @@
 """Replicas even out the load of nodes, stay few, and go when their prefix cools down.
 
 A node's load is the number of chunks read from its memory, by engines on any node. Engines get requests at random. Each
-window is long enough that the chance of the requests alone adds less than 0.1 to max/mean.
+window is long enough that the chance of the requests alone adds about 0.1 to max/mean. With the trace this takes 60 s:
+if each request of 20 s found its chunks on nodes chosen at random, max/mean would be 1.17, and 1.11 in 60 s.
 """
 
 import math
@@ -48,13 +49,6 @@ def hottest(cluster: Cluster) -> list[int]:
     return [0, *(int.from_bytes(head[8:], "little") for head in heads)]
 
 
-def check_skews(skews: list[float]) -> None:
-    """Asked for: max/mean load at most 1.2. Of three runs the median counts: where chunks lie is chance, too."""
-    print("max/mean:", ", ".join(f"{each:.3f}" for each in skews))
-    assert sorted(skews)[1] <= 1.2
-    assert max(skews) <= 1.35
-
-
 @pytest.mark.slow
 def test_a_root_in_every_request_on_16_nodes(seed: int):
     """Asked for: max/mean load at most 1.2 in a window of 40 s, with at most 8 extra copies of the root."""
@@ -67,8 +61,9 @@ def test_a_root_in_every_request_on_16_nodes(seed: int):
         assert most <= 8
         assert len(cluster.holders(0)) >= 4
         assert done.copied < done.sent / 50
-        skews.append(done.skew(16))
-    check_skews(skews)
+        skews.append(round(done.skew(16), 3))
+    print("max/mean:", skews)
+    assert max(skews) <= 1.2
     work = hot_root(requests_per_s=64, seconds=60, sessions=800, documents=200, nbytes=NBYTES, seed=seed)
     plain, _, _ = window(work, nodes=16, seed=seed, start_s=0, stop_s=20, hot_nbytes_per_s=math.inf)
     assert plain.skew(16) > 1.5
@@ -77,15 +72,16 @@ def test_a_root_in_every_request_on_16_nodes(seed: int):
 
 @pytest.mark.slow
 def test_the_traces_skew_on_16_nodes(trace: Trace):
-    """The trace has no prefix in more than 0.6 % of its requests, but some nodes hold more of the popular ones."""
+    """Asked for: max/mean load at most 1.2. No prefix is in more than 0.6 % of the requests; some nodes hold more."""
     skews = []
     for run in SEEDS:
-        work = replay(trace, requests_per_s=200, seconds=35, nbytes=NBYTES, seed=run)
-        done, _, most = window(work, nodes=16, seed=run, start_s=15, stop_s=35)
+        work = replay(trace, requests_per_s=200, seconds=75, nbytes=NBYTES, seed=run)
+        done, _, most = window(work, nodes=16, seed=run, start_s=15, stop_s=75)
         assert most <= 8
         assert done.hit_ratio == 1.0
-        skews.append(done.skew(16))
-    check_skews(skews)
+        skews.append(round(done.skew(16), 3))
+    print("max/mean:", skews)
+    assert max(skews) <= 1.2
 
 
 @pytest.mark.slow
@@ -99,10 +95,10 @@ def test_at_the_traces_own_rate_copying_costs_next_to_nothing(seed: int, trace: 
 
 @pytest.mark.soak
 def test_a_root_in_every_request_on_1024_nodes(seed: int):
-    """Asked for: max/mean load at most 2.0, with at most 550 copies of the root. Window: 9 s, 18 requests a node."""
-    work = hot_root(requests_per_s=2048, seconds=14, sessions=6000, documents=2000, nbytes=NBYTES, seed=seed)
+    """Asked for: max/mean load at most 2.0, with at most 550 copies of the root. Window: 18 s, 36 requests a node."""
+    work = hot_root(requests_per_s=2048, seconds=23, sessions=6000, documents=2000, nbytes=NBYTES, seed=seed)
     slowly = [replace(r, at_s=2 * r.at_s if r.at_s < 5 else r.at_s + 5) for r in work.requests]  # saves time
-    done, _, most = window(replace(work, requests=slowly), nodes=1024, seed=seed, start_s=10, stop_s=19, capacity=4096)
+    done, _, most = window(replace(work, requests=slowly), nodes=1024, seed=seed, start_s=10, stop_s=28, capacity=4096)
     print(f"skew {done.skew(1024):.2f}, {most} copies")
     assert done.skew(1024) <= 2.0
     assert 300 < most <= 550
