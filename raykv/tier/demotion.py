@@ -22,8 +22,11 @@ from raykv.tier.segments.format import key_array, raw_keys
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 0.125
-"""The chunks that eviction takes next are demoted in advance, up to this share of the arena. A larger burst of puts may
-evict chunks before a tier has written them."""
+AHEAD_NBYTES: Final = 1 << 30
+MOST_AHEAD_SHARE: Final = 0.5
+"""The chunks that eviction takes next are demoted in advance: AHEAD_SHARE of the arena, or AHEAD_NBYTES if that is
+more, at most MOST_AHEAD_SHARE of the arena. A larger burst of puts may evict chunks before a tier has written them. An
+engine stores all chunks of a step at once: some MB to 1 GB, whatever the size of the arena."""
 NEW_SHARE: Final = 32
 """Demotion is due when more than 1 / NEW_SHARE of the store's chunks are new since the last `demote`."""
 STEP_CHUNKS: Final = 1024
@@ -47,6 +50,7 @@ class Demotion:
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
         self._admissions = {tier: Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers}
+        self._ahead = min(MOST_AHEAD_SHARE, max(AHEAD_SHARE, AHEAD_NBYTES / store.arena.nbytes))
         self._writing = 0  # number of chunks that tiers are writing
         self._barred: Counter[int | bytes] = Counter()  # quota groups and keys that are being deleted right now
         self._committed = 0  # `store.counters.committed` at the last `demote`
@@ -80,7 +84,7 @@ class Demotion:
         now_s, store, columns = time.monotonic(), self._store, self._store.table.columns
         with self._lock:
             now = store.table.ticks(now_s)
-            rows = store.evictor.upcoming(AHEAD_SHARE, now)
+            rows = store.evictor.upcoming(self._ahead, now)
             rows = rows[store.evictor.evictable(rows)]
             may, priority = store.row_hints.below(rows, now)
             rows, priority = rows[may], priority[may]

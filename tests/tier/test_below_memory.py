@@ -61,6 +61,29 @@ def test_what_left_memory_is_read_from_the_ssd_here_and_from_elsewhere(cluster):
 
 
 @pytest.mark.slow
+def test_prompts_of_half_the_arena_stored_in_large_steps_are_whole_on_the_ssd_when_asked_for_again(tmp_path):
+    """Each step of the engine stores a quarter of the arena at once. All prompts together take three arenas."""
+    with cluster_on(tmp_path) as cluster:
+        client, step = cluster.client(SPACE), MIB // NBYTES
+        prompts = [names(2 * step, f"prompt-{number}") for number in range(6)]
+        found = []
+        for _ in range(4):
+            for prompt in prompts:
+                found.append(get(client, prompt))
+                for start in range(found[-1], len(prompt), step):
+                    put(client, prompt[: start + step])
+                    wait_until(lambda: quiet(cluster), "demotion and eviction have nothing to do")
+        print(found)
+        assert found[:12] == [0] * 12, "a prompt that was asked for once is not written"
+        assert sum(found[18:]) >= 0.9 * 6 * 2 * step
+
+
+def quiet(cluster: EmbeddedCluster) -> bool:
+    node = cluster.nodes[0]
+    return not (node.mover.demotion.due or node.mover.demotion.writing or node.store.evictor.needs_eviction)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 66])
 def test_a_reader_elsewhere_finds_chunks_that_others_promote_in_the_same_moment(cluster, count, monkeypatch):
     here, there = cluster.client(SPACE), cluster.client(SPACE, node=1)

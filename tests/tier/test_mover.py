@@ -11,6 +11,7 @@ import pytest
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.config import NamespaceConfig
 from raykv.protocol.reasons import Place, Reason
+from raykv.tier import demotion
 from raykv.tier.base import Found
 from raykv.tier.mover import TierMover
 from raykv.tier.promotion import split_into_runs
@@ -23,8 +24,19 @@ from tests.support.toy_tier import ToyTier
 
 
 @pytest.fixture
-def house() -> House:
+def house(monkeypatch: pytest.MonkeyPatch) -> House:
+    """A store whose mover demotes an eighth of the arena in advance."""
+    monkeypatch.setattr(demotion, "AHEAD_NBYTES", 0)
     return House(low_water=0.0, high_water=0.01)
+
+
+def test_half_of_a_small_arena_is_written_in_advance():
+    house = House(low_water=0.0, high_water=0.01)
+    names = house.fill()
+    house.read(names)
+    house.mover.demote()
+    house.toy.go_on()
+    assert house.below(names) == [True] * 8 + [False] * 7
 
 
 def test_chunks_that_were_read_are_written_before_their_turn_and_others_are_not(house):
