@@ -213,7 +213,10 @@ class HeatMap:
                     continue
                 nodes = chosen.get(head) or prefix.ordinary
                 stay, target = self._relief(head, prefix, nodes, source), loads.lowest(1, nodes)
-                if not stay or not target or loads[target[0]] + prefix.load / (len(stay) + 1) >= loads[source]:
+                if not stay or not target:
+                    continue
+                bound = loads[source] if len(stay) == len(nodes) else most  # so a replica moves once
+                if loads[target[0]] + prefix.load / (len(stay) + 1) >= bound:
                     continue
                 loads.add(prefix, nodes, sign=-1)
                 chosen[head] = stay + target

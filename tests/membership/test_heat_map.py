@@ -255,6 +255,24 @@ def test_a_replica_moves_from_a_node_above_the_mean_if_its_prefix_has_one_more_c
     assert not any(each.copies for each in orders.values())
 
 
+def test_a_replica_does_not_wander_if_every_node_would_be_above_the_mean_with_it():
+    """The whole load is one prefix, with one more copy than its share asks for. So any holder is above the mean."""
+    heat, view, rng = HeatMap(hot_nbytes_per_s=1.0), view_of("abcd"), random.Random(1)
+    holders, ordered = {"a": False}, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "EPSILON", 4.0)
+        for now_s in range(20):
+            for name in view.ring.nodes:
+                load = rng.uniform(0.8e6, 1.2e6) / len(holders)
+                hot = (HotPrefix(HEAD, load, 1, holders[name]),) if name in holders else ()
+                orders = heat.beat(name, HeatReport(1.01 * load if hot else 0.0, hot), view, now_s=float(now_s))
+                for order in (orders or HeatOrders()).copies:
+                    ordered += order.targets
+            holders |= dict.fromkeys(ordered, True)
+    assert len(set(ordered)) == 1
+    assert heat.copies == {HEAD: 2}
+
+
 def test_a_copy_must_pay():
     _, ordered = skewed(nbytes=int(2e4 * PAYS_S / 2) + 1)
     assert ordered == {}, "a replica of a prefix that is read twice in PAYS_S"
