@@ -4,7 +4,7 @@ Run by hand: `make bench-serving`, or `python -m benchmarks.serving [--load mult
 
 All systems run at the same time, each with its own workers and its own name for the model, and take turns: while one
 gets its load, the others are idle. They differ in the router, or have no pool. All pools are one pool; each system and
-round has texts of its own, so no system finds another one's KV.
+round has texts of its own, so no system finds another one's KV. In a round, all systems have the same pauses.
 
 The load is a multi-turn load, or a `burst`: many requests at once with one new prefix of about 2 000 tokens, which
 should be computed once.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.machine import facts
-from benchmarks.serving_load import Load, Outcome, ask, drive, reusable
+from benchmarks.serving_load import Asked, Load, Outcome, ask, drive, reusable
 from benchmarks.serving_ray import DTYPE, openai_client, ray_serve
 from deployments.model import ensure_model
 from deployments.reuse import LABEL, SAMPLE
@@ -117,7 +117,7 @@ class System:
     Attributes:
         outcomes: What each round brought.
         computed: Tokens that each worker computed, in each round.
-        decisions_s: Durations of the router's decisions; empty if the router does not tell.
+        routes: What the router decided on each request; empty if it does not tell.
     """
 
     def __init__(self, name: str, port: int, replicas: int) -> None:
@@ -125,11 +125,11 @@ class System:
         self._client = openai_client(port, name)
         self.outcomes: list[Outcome] = []
         self.computed: list[list[int]] = []
-        self.decisions_s: list[float] = []
+        self.routes: dict[str, dict[str, Any]] = {}
 
     def begin(self) -> None:
         """Forget the figures of earlier loads."""
-        self.outcomes, self.computed, self.decisions_s = [], [], []
+        self.outcomes, self.computed, self.routes = [], [], {}
 
     def warm_up(self, seed: int) -> None:
         """Send a few requests to each worker, so that all have been measured by the router."""
@@ -138,22 +138,22 @@ class System:
                 raise RuntimeError(f"{self.name}: {failed[0]}")
         ask(self._client, self.name, [{"role": "user", "content": "What is the capital of France?"}], 4)
 
-    def play(self, load: Load, seed: int) -> None:
+    def play(self, load: Load, seed: int, *, pauses: int) -> None:
         time.sleep(METRICS_S)
         before = computed_by_worker(self.name)
-        outcome = drive(self._client, self.name, load, seed)
+        outcome = drive(self._client, self.name, load, seed, pauses=pauses)
         time.sleep(METRICS_S)
         computed = computed_by_worker(self.name) - before
         self.outcomes.append(outcome)
         self.computed.append((sorted(computed.values(), reverse=True) + [0] * self._replicas)[: self._replicas])
         if self.name == "raykv":
-            self.decisions_s += self._decisions({each.request_id for each in outcome.asked})
+            self._read_routes({each.request_id for each in outcome.asked})
 
-    def _decisions(self, requests: set[str]) -> list[float]:
+    def _read_routes(self, requests: set[str]) -> None:
         from ray import serve
 
         routes = serve.get_app_handle(self.name).routes.remote(None).result(timeout_s=60)
-        return [each["took_s"] for each in routes if each["request_id"] in requests]
+        self.routes |= {each["request_id"]: each for each in routes if each["request_id"] in requests}
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of all rounds, each the median of the rounds; `rounds`: those of each round."""
@@ -175,13 +175,20 @@ class System:
                     "wall_s": outcome.wall_s,
                     "cpu_s": outcome.cpu_s,
                     "failed": len(outcome.failed),
+                    "requests": [self._request(each) for each in sorted(outcome.asked, key=lambda one: one.began_s)],
                 }
             )
-        found: dict[str, Any] = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        if self.decisions_s:
-            taken = sorted(self.decisions_s)
+        found: dict[str, Any] = {
+            key: statistics.median(each[key] for each in rounds) for key in rounds[0] if key != "requests"
+        }
+        if self.routes:
+            taken = sorted(each["took_s"] for each in self.routes.values())
             found |= {"decision_p50_s": _rank(taken, 0.5), "decision_p99_s": _rank(taken, 0.99)}
         return {**found, "rounds": rounds}
+
+    def _request(self, asked: Asked) -> dict[str, Any]:
+        fields = {"began_s": asked.began_s, "ttft_s": asked.ttft_s, "tokens": len(asked.prompt), "cached": asked.cached}
+        return fields | {"route": self.routes.get(asked.request_id)}
 
 
 def _rank(ordered: Sequence[float], share: float) -> float:
@@ -220,7 +227,7 @@ def measure(systems: list[System], load: Load, rounds: int, seed: int) -> dict[s
         for place in range(len(systems)):
             number = (turn + place) % len(systems)
             system = systems[number]
-            system.play(load, seed + 10_000 * (1 + turn) + 1000 * number)
+            system.play(load, seed + 10_000 * (1 + turn) + 1000 * number, pauses=seed + turn)
             outcome = system.outcomes[-1]
             print(
                 f"round {turn + 1}, {system.name}: {len(outcome.asked)} answers in {outcome.wall_s:.0f} s, "

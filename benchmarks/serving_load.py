@@ -1,7 +1,7 @@
 """A multi-turn load on an OpenAI server, and what came of it: time to the first token, and reuse against the ideal.
 
 Each session asks, waits for the answer, thinks, and asks again with all that was said before. Sessions share a few
-system prompts. All texts and pauses follow from a seed.
+system prompts. All texts and pauses follow from seeds: systems with the same pauses are asked at the same times.
 """
 
 import random
@@ -114,8 +114,8 @@ def ask(client: Any, model: str, messages: Messages, tokens: int) -> Asked:
     return Asked(began_s, ttft_s, cached, prompt, answer, text, raw.headers["x-request-id"])
 
 
-def drive(client: Any, model: str, load: Load, seed: int) -> Outcome:
-    """Play all sessions, and wait for their ends."""
+def drive(client: Any, model: str, load: Load, seed: int, *, pauses: int | None = None) -> Outcome:
+    """Play all sessions, and wait for their ends. The texts follow from `seed`, the pauses from `pauses` or `seed`."""
     import openai
     import psutil
 
@@ -124,9 +124,10 @@ def drive(client: Any, model: str, load: Load, seed: int) -> Outcome:
 
     def session(number: int) -> None:
         rng = random.Random(seed * 1009 + number)
+        clock = random.Random((seed if pauses is None else pauses) * 1013 + number)
         messages: Messages = [{"role": "system", "content": systems[number % load.systems]}]
         for turn in range(load.turns):
-            time.sleep(rng.expovariate(1 / load.think_s))
+            time.sleep(clock.expovariate(1 / load.think_s))
             messages.append({"role": "user", "content": words(rng, load.turn_words if turn else load.first_words)})
             try:
                 asked = ask(client, model, messages, load.answer_tokens)
