@@ -9,6 +9,9 @@ round has texts of its own, so no system finds another one's KV. In a round, all
 The load is a multi-turn load, or a `burst`: many requests at once with one new prefix of about 2 000 tokens, which
 should be computed once.
 
+With `--kill worker,node,directory`, the first system then gets the load again, once for each of these processes, which
+is killed meanwhile.
+
 For each system: time to the first token; tokens that were reused, as a share of what an engine that holds everything
 would reuse; how evenly the workers computed (max/mean of computed tokens); the time that the machine was busy.
 """
@@ -23,11 +26,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import serving_kills
 from benchmarks.machine import facts
-from benchmarks.serving_load import Asked, Load, Outcome, ask, drive, reusable
+from benchmarks.serving_load import BLOCK_TOKENS, Asked, Load, Outcome, ask, drive, reusable
 from benchmarks.serving_ray import DTYPE, openai_client, ray_serve
 from deployments.model import ensure_model
 from deployments.reuse import LABEL, SAMPLE
@@ -40,7 +45,6 @@ SYSTEMS: Final = {
     "affinity-no-pool": "PrefixCacheAffinityRouter, vLLM's own prefix cache alone",
 }
 AFFINITY: Final = "ray.serve.llm.request_router:PrefixCacheAffinityRouter"
-BLOCK_TOKENS: Final = 32
 LOADS: Final = {
     "multi-turn": Load(),
     "burst": Load(sessions=16, turns=1, systems=1, system_words=1500, first_words=8, think_s=1e-3),
@@ -149,6 +153,15 @@ class System:
         if self.name == "raykv":
             self._read_routes({each.request_id for each in outcome.asked})
 
+    def kill(self, load: Load, victims: Sequence[str], seed: int) -> list[dict[str, Any]]:
+        """Play the load once for each victim, which is killed meanwhile. Returns the figures of each."""
+        found = []
+        for number, victim in enumerate(victims):
+            played = partial(drive, self._client, self.name, load, seed + number)
+            found.append(serving_kills.play(lambda each, play=played: play(on_answer=each), load, victim, POOL))
+            print(f"{victim}: {found[-1]}", flush=True)
+        return found
+
     def _read_routes(self, requests: set[str]) -> None:
         from ray import serve
 
@@ -160,7 +173,7 @@ class System:
         rounds = []
         for outcome, computed in zip(self.outcomes, self.computed, strict=True):
             ttfts = sorted(each.ttft_s for each in outcome.asked)
-            cached, ideal = sum(each.cached for each in outcome.asked), reusable(outcome.asked, BLOCK_TOKENS)
+            cached, ideal = sum(each.cached for each in outcome.asked), reusable(outcome.asked)
             prompt = sum(len(each.prompt) for each in outcome.asked)
             rounds.append(
                 {
@@ -249,10 +262,15 @@ def main() -> None:
     parser.add_argument("--cache", type=int, default=CACHE_MIB, help=f"KV of each engine, MiB (default: {CACHE_MIB})")
     parser.add_argument("--pool", type=int, default=1536, help="raykv's memory, MiB (default: 1536)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--kill", default="", help=f"of {', '.join(serving_kills.VICTIMS)}: killed under the first load"
+    )
     parser.add_argument("--out", type=Path, help="write all figures to this file, as JSON")
     options = parser.parse_args()
     names, loads = options.systems.split(","), options.load.split(",")
-    for field, given, known in (("--systems", names, SYSTEMS), ("--load", loads, LOADS)):
+    victims = [each for each in options.kill.split(",") if each]
+    checks = (("--systems", names, SYSTEMS), ("--load", loads, LOADS), ("--kill", victims, serving_kills.VICTIMS))
+    for field, given, known in checks:
         if unknown := set(given) - set(known):
             sys.exit(f"{field}: {', '.join(sorted(unknown))}: unknown; there are {', '.join(known)}")
     changed = {"sessions": options.sessions, "turns": options.turns, "think_s": options.think}
@@ -268,6 +286,12 @@ def main() -> None:
             found[name] = {"load": asdict(load), "systems": figures}
             print(f"\n{name}: {options.replicas} workers each; {load}; seed {options.seed}; {options.rounds} rounds\n")
             print(table(figures), flush=True)
+            if victims and not place:
+                found["kills"] = systems[0].kill(load, victims, options.seed + 800_000)
+                print(
+                    f"\n{names[0]}, processes killed under the load\n\n{serving_kills.table(found['kills'])}",
+                    flush=True,
+                )
             if options.out:
                 about = {"machine": facts(), "dtype": DTYPE, "options": vars(options) | {"out": str(options.out)}}
                 options.out.write_text(json.dumps({**about, "loads": found}, indent=1))

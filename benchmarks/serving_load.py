@@ -7,7 +7,7 @@ system prompts. All texts and pauses follow from seeds: systems with the same pa
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,6 +16,7 @@ WORDS: Final = (
     "pump", "valve", "river", "gate", "level", "alarm", "night", "shift",
     "water", "report", "engine", "flood", "sensor", "bridge", "canal", "storm",
 )  # fmt: skip
+BLOCK_TOKENS: Final = 32
 Messages = list[dict[str, str]]
 
 
@@ -114,8 +115,19 @@ def ask(client: Any, model: str, messages: Messages, tokens: int) -> Asked:
     return Asked(began_s, ttft_s, cached, prompt, answer, text, raw.headers["x-request-id"])
 
 
-def drive(client: Any, model: str, load: Load, seed: int, *, pauses: int | None = None) -> Outcome:
-    """Play all sessions, and wait for their ends. The texts follow from `seed`, the pauses from `pauses` or `seed`."""
+def drive(
+    client: Any,
+    model: str,
+    load: Load,
+    seed: int,
+    *,
+    pauses: int | None = None,
+    on_answer: Callable[[int], None] = lambda _: None,
+) -> Outcome:
+    """Play all sessions, and wait for their ends. The texts follow from `seed`, the pauses from `pauses` or `seed`.
+
+    `on_answer` is called with the number of answers after each answer.
+    """
     import openai
     import psutil
 
@@ -137,6 +149,7 @@ def drive(client: Any, model: str, load: Load, seed: int, *, pauses: int | None 
                 return
             with lock:
                 outcome.asked.append(asked)
+                on_answer(len(outcome.asked))
             messages.append({"role": "assistant", "content": asked.text})
 
     began_s, busy_s = time.monotonic(), _busy(psutil.cpu_times())
@@ -151,18 +164,23 @@ def _busy(times: Any) -> float:
     return float(sum(times) - times.idle - times.iowait - getattr(times, "guest", 0.0))
 
 
-def reusable(asked: Sequence[Asked], block_tokens: int) -> int:
-    """Return how many tokens of prompts an engine that holds everything would not compute.
+def reusable(asked: Sequence[Asked], block_tokens: int = BLOCK_TOKENS) -> int:
+    """Return how many tokens of prompts an engine that holds everything would not compute."""
+    return sum(reusable_by_request(asked, block_tokens))
+
+
+def reusable_by_request(asked: Sequence[Asked], block_tokens: int = BLOCK_TOKENS) -> list[int]:
+    """Return how many tokens of each prompt an engine that holds everything would not compute.
 
     That is the longest common prefix with an earlier prompt and its answer, in whole blocks, without the last token of
     the prompt, which is always computed. Earlier means sent before: who waits for another one's prefix reuses it, too.
     """
-    total = 0
+    found = []
     for each in asked:
         earlier = [one.prompt + one.tokens[:-1] for one in asked if one.began_s < each.began_s]
         longest = max((_common(each.prompt, one) for one in earlier), default=0)
-        total += min(longest, len(each.prompt) - 1) // block_tokens * block_tokens
-    return total
+        found.append(min(longest, len(each.prompt) - 1) // block_tokens * block_tokens)
+    return found
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
