@@ -487,6 +487,8 @@ def test_the_owners_name_the_holders():
             finder.close()
             hurried = ChunkFinder(1e-9)
             assert await hurried.find(here, names, all_near=False) is None
+            assert await hurried.find(there, names[:5], all_near=True) == (Run(4, (theirs,)),), "most are here: no call"
+            assert await hurried.find(there, names, all_near=True) is None
             hurried.close()
 
         asyncio.run(run())

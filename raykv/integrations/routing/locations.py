@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MAX_PROBES: Final = 64
 """A lookup asks for at most this many chunks of a prompt, at equal distances. Stored chunks form a prefix, so each
 answer holds for the chunks since the one before."""
+HERE_SHARE: Final = 0.75
+"""Engines that are all on this host load the rest of a prompt at equal cost. If this host's memory has the leading
+HERE_SHARE of its chunks, the rest hardly changes the choice, so nobody is asked about it."""
 THREADS: Final = 4
 MAX_CALLS: Final = 16
 """At most this many lookups run at once. Further prompts are routed without one."""
@@ -83,15 +86,18 @@ class ChunkFinder:
         """Return the stored prefix of these chunks. None: raykv has not answered in time, or is busy.
 
         Args:
-            all_near: Whether all engines are on this host. Then chunks in this host's memory need no call.
+            all_near: Whether all engines are on this host. Then there is no call if most chunks are in its memory.
         """
         if not names:
             return ()
         places = probes(len(names))
         keys = client.keys([names[place] for place in places])
         here = client.locate(keys, timeout_s=0.0)
-        if all_near and all(here):
-            return runs_of(places, [(each.node_id,) for each in here if each], [False] * len(places))
+        local = [() if each is None else (each.node_id,) for each in here]
+        if all_near:
+            runs = runs_of(places, local, [False] * len(places))
+            if runs and runs[-1].stop >= HERE_SHARE * len(names):
+                return runs
         if self._calls >= MAX_CALLS:
             return None
         self._calls += 1
@@ -102,7 +108,6 @@ class ChunkFinder:
         if answer is None:
             return None
         holders, below = answer
-        local = [() if each is None else (each.node_id,) for each in here]
         named = [theirs or mine for theirs, mine in zip(holders, local, strict=True)]
         return runs_of(places, named, below)
 
