@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from raykv.config import NamespaceConfig
+from raykv.tier import demotion
 from tests.support.house import House
 from tests.support.stores import names_to_keys
 
@@ -13,8 +14,9 @@ CHUNKS = [f"chunk-{number}" for number in range(15)]
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
-    """A store with room for one more chunk."""
+def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+    """A store with room for one more chunk, of which an eighth is demoted in advance."""
+    monkeypatch.setattr(demotion, "AHEAD_NBYTES", 0)
     made = House(low_water=0.0, high_water=0.01)
     for name in CHUNKS:
         made.put([name], 60_000, chained=False)

@@ -15,6 +15,7 @@ from raykv.errors import ConfigError, PeerUnavailable, TransientError
 from raykv.node.namespace_reconciler import registry_paths
 from raykv.node.node import Node
 from raykv.protocol import chunk_keys
+from raykv.tier import demotion
 from tests.support.nodes import cluster, wait_until
 
 MINE, OTHER = raykv.Namespace(model="mine"), raykv.Namespace(model="other")
@@ -355,7 +356,8 @@ def test_a_quota_holds_under_writers_of_several_processes(shm_dir: Path, seed: i
 
 
 @pytest.mark.slow
-def test_an_ssd_is_part_of_it(shm_dir: Path, tmp_path: Path):
+def test_an_ssd_is_part_of_it(shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demotion, "AHEAD_NBYTES", 0)  # the quota of the SSD is less than half of the arena
     ssd = {"paths": [tmp_path], "capacity_nbytes": "32 MiB", "segment_nbytes": "1 MiB"}
     with cluster(1, shm_dir=shm_dir, ssd=ssd) as running:
         client, other, node = running.client(MINE), running.client(OTHER), running.nodes[0]
