@@ -4,8 +4,8 @@ Nodes report their hottest prefixes with every heartbeat. The load of a prefix i
 A prefix with the share s of the whole load of n nodes gets ceil(s * n / EPSILON) copies. So no copy adds more than
 EPSILON of the mean load to its node. New copies go to the nodes with the lowest load. If a node's load is above the
 mean by more than SLACK, its hottest prefixes get one more copy, even if their share is smaller; if they have it
-already, the node's replicas move to the node with the lowest load. Nodes with a copy make further copies, so the number
-of copies grows exponentially.
+already, the node's replicas move to the node with the lowest load, if it stays near the mean with them. Nodes with a
+copy make further copies, so the number of copies grows exponentially.
 
 A copy must pay: on average it is read at least once in PAYS_S. Otherwise making it would cost more than it saves. This
 also tells heat from chance: a few reads by one request are not heat.
