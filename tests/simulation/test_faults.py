@@ -46,7 +46,9 @@ def test_a_quiet_cluster_has_exact_locations(seed: int):
     agree(cluster)
     assert cluster.location_errors() == (0, 0)
     assert cluster.counters.requests == len(workload(seed).requests)
-    assert cluster.counters.announced_again == cluster.counters.misled == 0
+    assert cluster.counters.announced_again == 0
+    # A replica that moves away is named until its owner hears of it. A reader that asks for it then finds another copy.
+    assert cluster.counters.misled <= cluster.counters.sent / 500
 
 
 def test_equal_seeds_give_equal_runs(seed: int):
