@@ -6,7 +6,8 @@ Run by hand: `python -m benchmarks.rdma`. It boots a User-Mode kernel with soft-
 * Posting: a queue pair is filled with reads, in batches as a transfer has them. Each reads few bytes, because the soft
   device moves them on the same processors meanwhile. The time includes one call of the kernel for each batch.
 * Registration: a node with a full arena is killed. Until it answers again, a client asks for a chunk over a socket.
-  Then the client goes on asking until the arena is registered. The same without RDMA, for comparison.
+  Then the client goes on asking until the arena is registered. The same without RDMA, for comparison: in this kernel,
+  and on the machine itself.
 """
 
 import argparse
@@ -59,6 +60,8 @@ def main() -> int:
         return 0
     from tests.rdma import packages, user_mode
 
+    print("on the machine itself:", flush=True)
+    _restarts(arguments.gib, arguments.kills, "off")
     environment = {"PYTHONPATH": f"{Path.cwd()}:{packages.fetch().python}", INSIDE: "1"}
     command = [sys.executable, "-m", "benchmarks.rdma", *sys.argv[1:]]
     setup = "sh tests/rdma/network.sh"

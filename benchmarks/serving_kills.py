@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from benchmarks.serving_load import Load, Outcome, reusable_by_request
@@ -58,15 +59,20 @@ def play(drive: Callable[[Callable[[int], None]], Outcome], load: Load, victim: 
         The figures.
     """
     pid, killed_s = VICTIMS[victim](pool), 0.0
+    with ThreadPoolExecutor(1) as watch:
+        back: Future[float] | None = None
 
-    def on_answer(count: int) -> None:
-        nonlocal killed_s
-        if count >= AFTER_ANSWERS * load.requests and not killed_s:
-            killed_s = time.monotonic()
-            os.kill(pid, signal.SIGKILL)
+        def on_answer(count: int) -> None:
+            nonlocal killed_s, back
+            if count >= AFTER_ANSWERS * load.requests and back is None:
+                killed_s = time.monotonic()
+                os.kill(pid, signal.SIGKILL)
+                back = watch.submit(_wait_for_another, victim, pool, pid)
 
-    outcome = drive(on_answer)
-    again_s = _wait_for_another(victim, pool, pid) - killed_s
+        outcome = drive(on_answer)
+        if back is None:
+            raise RuntimeError(f"too few answers to kill the {victim}: {outcome.failed}")
+        again_s = back.result() - killed_s
     ideal = zip(outcome.asked, reusable_by_request(outcome.asked), strict=True)
     after = [(each.cached, best) for each, best in ideal if each.began_s >= killed_s + BACK_S]
     return {
