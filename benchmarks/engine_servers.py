@@ -20,6 +20,8 @@ NODE: Final = Path(__file__).parent / "systems" / "raykv_node.py"
 HOST: Final = "127.0.0.1"
 START_S: Final = 240.0
 MIB: Final = 1 << 20
+EXTENT_NBYTES: Final = 32 * MIB
+"""raykv's default. It uses whole extents only."""
 ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -112,11 +114,11 @@ def raykv_node(options: EngineOptions, scratch: Path, environment: Environment) 
 
 @contextmanager
 def raykv_ssd(options: EngineOptions, scratch: Path, environment: Environment) -> Iterator[Store]:
-    """A node with as much memory as the engine, and an SSD tier in the project's folder."""
+    """A node with as much memory as the engine, in whole extents, and an SSD tier in the project's folder."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ssd-", dir=CACHE) as folder:
         ssd = {"paths": [folder], "capacity_nbytes": options.pool_nbytes}
-        arena_nbytes = max(options.cache_tokens * options.token_nbytes, 64 * MIB)
+        arena_nbytes = -(-options.cache_tokens * options.token_nbytes // EXTENT_NBYTES) * EXTENT_NBYTES
         with raykv_process({"arena_nbytes": arena_nbytes, "ssd": ssd}, scratch) as store:
             yield store
 

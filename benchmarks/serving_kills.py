@@ -18,19 +18,22 @@ AFTER_ANSWERS: Final = 0.4
 RESTART_S: Final = 180.0
 
 
-def worker(_pool: str) -> int:
-    """Return the process id of a worker of Ray Serve that answers requests."""
+def workers() -> list[int]:
+    """Return the process ids of all workers of Ray Serve, oldest first."""
     import psutil
 
     children = psutil.Process().children(recursive=True)
     found = [each for each in children if "ServeReplica" in (line := " ".join(each.cmdline())) and "LLMServer" in line]
-    if not found:
-        raise LookupError("no worker runs")
-    return min(found, key=lambda each: each.create_time()).pid
+    return [each.pid for each in sorted(found, key=lambda each: each.create_time())]
+
+
+def worker(_pool: str) -> int:
+    """Return the process id of a worker that answers requests."""
+    return workers()[0]
 
 
 def node(pool: str) -> int:
-    """Return the process id of the actor of a raykv node."""
+    """Return the process id of a raykv node."""
     from raykv import cluster
 
     return next(each["pid"] for each in cluster.status(pool)["nodes"].values() if each.get("member"))
@@ -58,7 +61,7 @@ def play(drive: Callable[[Callable[[int], None]], Outcome], load: Load, victim: 
     Returns:
         The figures.
     """
-    pid, killed_s = VICTIMS[victim](pool), 0.0
+    pid, count_of_workers, killed_s = VICTIMS[victim](pool), len(workers()), 0.0
     with ThreadPoolExecutor(1) as watch:
         back: Future[float] | None = None
 
@@ -67,7 +70,7 @@ def play(drive: Callable[[Callable[[int], None]], Outcome], load: Load, victim: 
             if count >= AFTER_ANSWERS * load.requests and back is None:
                 killed_s = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
-                back = watch.submit(_wait_for_another, victim, pool, pid)
+                back = watch.submit(_wait_for_another, victim, pool, pid, count_of_workers)
 
         outcome = drive(on_answer)
         if back is None:
@@ -98,11 +101,11 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _wait_for_another(victim: str, pool: str, old: int) -> float:
+def _wait_for_another(victim: str, pool: str, old: int, count: int) -> float:
     until_s = time.monotonic() + RESTART_S
     while time.monotonic() < until_s:
         try:
-            if _is_back(victim, pool, old):
+            if _is_back(victim, pool, old, count):
                 return time.monotonic()
         except Exception:  # noqa: BLE001 - any error means that it is not back yet
             pass
@@ -110,13 +113,13 @@ def _wait_for_another(victim: str, pool: str, old: int) -> float:
     raise TimeoutError(f"the {victim} has not been started again after {RESTART_S:.0f} s")
 
 
-def _is_back(victim: str, pool: str, old: int) -> bool:
-    if victim == "worker":
-        from ray import serve
+def _is_back(victim: str, pool: str, old: int, count: int) -> bool:
+    """Whether another process has taken the place of `old`. `count`: of workers, before."""
+    if victim != "worker":
+        return VICTIMS[victim](pool) != old
+    from ray import serve
 
-        apps = serve.status().applications.values()
-        states = [state for app in apps for each in app.deployments.values() for state in each.replica_states.items()]
-        import psutil
-
-        return not psutil.pid_exists(old) and all(name == "RUNNING" for name, count in states if count)
-    return VICTIMS[victim](pool) != old
+    apps = serve.status().applications.values()
+    states = [state for app in apps for each in app.deployments.values() for state in each.replica_states.items()]
+    now = workers()  # Ray Serve starts a process only after it has noticed that the old one has died
+    return old not in now and len(now) >= count and all(name == "RUNNING" for name, number in states if number)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,9 +78,9 @@ class GroupPolicies:
         """Choose up to `count` of these rows to evict; see `base.victims`."""
         return self._choose(victims, rows, count, now, self._ranks, may_go)
 
-    def upcoming(self, rows: Rows, count: int, now: int) -> Rows:
+    def upcoming(self, rows: Rows, count: int, now: int, *, exact: bool) -> Rows:
         """Return up to `count` of these rows that would be evicted first; see `base.upcoming`."""
-        return self._choose(upcoming, rows, count, now, self._ranks)
+        return self._choose(partial(upcoming, exact=exact), rows, count, now, self._ranks)
 
     def _choose(self, rule: Callable[..., Rows], rows: Rows, count: int, *more: Any) -> Rows:
         chosen, left, among = [rows[:0]], max(0, count), len(rows)

@@ -28,6 +28,9 @@ from raykv.types import Bits, Rows
 SAMPLE_ROWS: Final = 1 << 16
 """In a table that has used at most this many rows, all of them are candidates for eviction. In other tables, the
 candidates come from a sample of this many rows."""
+EXACT_ROWS: Final = 1 << 14
+"""Up to this many rows, `upcoming` is exact. With more, its rows are many prompts, and then it matters little that the
+last of these prompts would be evicted from its end. The exact order of this many rows takes some milliseconds."""
 SAMPLE_SHARE: Final = 128
 """At least 1 / SAMPLE_SHARE of a sample is evicted, because taking a sample costs milliseconds. One step of
 `evict_ahead` evicts exactly 1 / SAMPLE_SHARE of a sample, because other threads wait for the lock."""
@@ -208,7 +211,8 @@ class Evictor:
     def upcoming(self, share: float, now: int) -> Rows:
         """Return the rows that eviction would remove next, until this share of the arena is free. Evicts nothing.
 
-        In a large table, return this share of a sample instead.
+        With more than EXACT_ROWS rows, chains are not evicted from their ends here. In a large table, return this share
+        of a sample instead.
         """
         count = self._lacking(share)
         if count <= 0 or not self._allocator.chunks:
@@ -216,7 +220,7 @@ class Evictor:
         rows = self._candidates()
         if not self._is_small():
             count = math.ceil(len(rows) * share)
-        return self.policies.upcoming(rows, count, now)
+        return self.policies.upcoming(rows, count, now, exact=len(rows) <= EXACT_ROWS and self._is_small())
 
     def _evict_over_quota(self, now: int) -> None:
         group = min(self.over_quota)

@@ -156,6 +156,16 @@ def test_upcoming_names_the_next_victims_and_changes_nothing(bench):
     assert bench.here(names) == "".join([*names[:2], *names[5:]])
 
 
+def test_upcoming_takes_the_end_of_a_prompt_that_was_stored_in_steps_first(bench):
+    """The later chunks of a chain were stored last, and are evicted first nevertheless."""
+    names = [f"n{number}" for number in range(15)]
+    for start in range(0, 15, 5):
+        bench.put(names[start : start + 5], 64 * KIB, parent=names[start - 1] if start else None)
+    upcoming = bench.store.evictor.upcoming(0.5, bench.store.table.ticks(bench.now_s))
+    assert upcoming.tolist() == [bench.row(name) for name in names[::-1]][: len(upcoming)]
+    assert len(upcoming) > 5
+
+
 def test_slots_lent_ahead_evict_nothing_and_leave_room(bench):
     slots = bench.store.allocator.slots
     assert len(bench.lend(0, PAGE, ahead=1000).rows) == 0  # no extent is populated yet
