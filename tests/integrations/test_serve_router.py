@@ -183,6 +183,18 @@ def test_a_decode_engine_loads_what_prefill_computes():
 # -- the engine's cache -----------------------------------------------------------------------------------------------
 
 
+def test_new_prompts_with_a_short_common_beginning_use_all_replicas_alike():
+    made, beginning = Deployment(4), stored(400, "na", "nb", "nc", "nd")
+    work = Counter[str]()
+    for number in range(40):  # each replica is idle again before the next request
+        made.now_s += 10.0
+        each = Prompt(prefix_keys(b"", ["beginning", f"question {number}"]), [400, 1000])
+        best = made.send(each, beginning).order[0]
+        work[best.replica_id] += best.compute_tokens
+        made.routes.end(f"r{made.requests}", made.now_s)
+    assert max(work.values()) <= 1.2 * sum(work.values()) / 4, work
+
+
 def test_turns_of_a_conversation_stay_on_one_replica():
     deployment, rng = Deployment(4), Random(3)
     home: dict[int, str] = {}

@@ -14,6 +14,8 @@ MAX_CACHED_PREFIXES: Final = 32_768
 """A router remembers at most this many prefixes of a replica's cache."""
 DEFAULT_SECONDS_PER_TOKEN: Final = 1e-4
 """Assumed before any engine of the deployment has measured its steps."""
+HALVED_S: Final = 60.0
+"""Work counts half as recent after this time."""
 SECONDS_PER_BYTE: Final = {"near": 1 / 4e9, "far": 1 / 1e9, "disk": 1 / 0.5e9}
 """Assumed for kinds of paths that no engine has measured: memory of its host, other hosts, and SSD or file."""
 
@@ -45,6 +47,7 @@ class Replica:
         self.assumed: Mapping[str, float] = SECONDS_PER_BYTE
         self._cached: OrderedDict[bytes, int] = OrderedDict()
         self._filled, self._busy_until_s, self._queue_until_s = 0, 0.0, 0.0
+        self._recent_s, self._recent_at_s = 0.0, 0.0
 
     @property
     def engine(self) -> EngineReport | None:
@@ -103,6 +106,7 @@ class Replica:
         self._filled += fills
         self._add_prefixes(keys)
         self._busy_until_s = max(self._busy_until_s, now_s) + work_s
+        self._recent_s, self._recent_at_s = self.recent_work_s(now_s) + work_s, now_s
         self.ongoing[request_id] = Ongoing(new, work_s)
 
     def end(self, request_id: str, now_s: float) -> None:
@@ -116,12 +120,17 @@ class Replica:
         undone = self.ongoing.pop(request_id, None)
         if undone is not None:
             self._busy_until_s -= undone.work_s
+            self._recent_s -= undone.work_s
             for key in undone.new:
                 self._cached.pop(key, None)
 
     def queue_s(self, now_s: float) -> float:
         """Return the expected time until the replica has computed the requests before a new one."""
         return max(self._busy_until_s - now_s, self._queue_until_s - now_s, 0.0)
+
+    def recent_work_s(self, now_s: float) -> float:
+        """Return the time for the work that this router has sent there, of which old work counts less."""
+        return float(self._recent_s * 0.5 ** ((now_s - self._recent_at_s) / HALVED_S))
 
     # -- rates ------------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,10 @@ LEAST_GAIN_S: Final = 0.01
 GRACE: Final = 0.25
 """A prefix may be computed this part later than expected, and GRACE_S. Then its reservation ends."""
 GRACE_S: Final = 0.5
+EQUAL_COSTS: Final = 1.05
+"""Costs that differ by a smaller factor are equal, because estimates are not better than that. Of these replicas, the
+one that got least work of late comes first. Otherwise all new prompts would go where a short common beginning is
+cached, although other replicas load it at almost no cost."""
 EQUAL_ENGINES: Final = 3.0
 """Measured times of a token that differ by a smaller factor differ by chance. Their mean counts for all these engines.
 Otherwise requests would leave an engine that has their KV because of chance."""
@@ -116,7 +120,7 @@ class Routes:
         """
         known = stored or Stored()
         estimates = [self._estimate(each, prompt, known, now_s) for each in candidates]
-        order = sorted(estimates, key=lambda each: (each.cost_s, self._rng.random()))
+        order = self._in_order(estimates, now_s)
         reserved = self._longest_reserved(prompt, now_s)
         if stored is None and not reserved and not any(each.cached_tokens for each in estimates):
             return Choice(self._power_of_two(order), "power of two choices")
@@ -194,6 +198,17 @@ class Routes:
         replica = self.replicas.setdefault(replica_id, Replica())
         token_s = self._token_s.get(replica_id, self._default_token_s)
         return estimate(replica_id, replica, prompt, stored, options=self._options, token_s=token_s, now_s=now_s)
+
+    def _in_order(self, estimates: Sequence[Estimate], now_s: float) -> list[Estimate]:
+        """Return the estimates, best first."""
+        equal_s = EQUAL_COSTS * min(each.cost_s for each in estimates)
+
+        def place(each: Estimate) -> tuple[bool, float, float]:
+            if each.cost_s > equal_s:
+                return True, each.cost_s, self._rng.random()
+            return False, self.replicas[each.replica_id].recent_work_s(now_s), self._rng.random()
+
+        return sorted(estimates, key=place)
 
     def _power_of_two(self, order: list[Estimate]) -> list[Estimate]:
         """Draw two replicas, and put the one with less to do first."""
