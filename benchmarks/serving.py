@@ -9,6 +9,8 @@ round has texts of its own, so no system finds another one's KV. In a round, all
 The load is a multi-turn load, or a `burst`: many requests at once with one new prefix of about 2 000 tokens, which
 should be computed once.
 
+With `--core-share 0.4`, each worker has that part of a core, however many others are busy: as on a host of its own.
+
 With `--kill worker,node,directory`, the first system then gets the load again, once for each of these processes, which
 is killed meanwhile.
 
@@ -24,13 +26,13 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import serving_kills
+from benchmarks import core_share, serving_kills
 from benchmarks.machine import facts
 from benchmarks.serving_load import BLOCK_TOKENS, Asked, Load, Outcome, ask, drive, reusable
 from benchmarks.serving_ray import DTYPE, openai_client, ray_serve
@@ -261,6 +263,7 @@ def main() -> None:
     parser.add_argument("--think", type=float, help="mean pause before a request, seconds, in place of the load's")
     parser.add_argument("--cache", type=int, default=CACHE_MIB, help=f"KV of each engine, MiB (default: {CACHE_MIB})")
     parser.add_argument("--pool", type=int, default=1536, help="raykv's memory, MiB (default: 1536)")
+    parser.add_argument("--core-share", type=float, help="limit each worker to this share of a core; needs root")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--kill", default="", help=f"of {', '.join(serving_kills.VICTIMS)}: killed under the first load"
@@ -273,10 +276,15 @@ def main() -> None:
     for field, given, known in checks:
         if unknown := set(given) - set(known):
             sys.exit(f"{field}: {', '.join(sorted(unknown))}: unknown; there are {', '.join(known)}")
+    if options.core_share and core_share.missing():
+        sys.exit(f"--core-share: {core_share.missing()}")
     changed = {"sessions": options.sessions, "turns": options.turns, "think_s": options.think}
     changed = {name: value for name, value in changed.items() if value is not None}
     found: dict[str, Any] = {}
-    with running(names, options.replicas, options.cache * MIB, options.pool * MIB) as port:
+    with ExitStack() as stack:
+        port = stack.enter_context(running(names, options.replicas, options.cache * MIB, options.pool * MIB))
+        if options.core_share:
+            stack.enter_context(core_share.limited(serving_kills.workers(), options.core_share))
         systems = [System(name, port, options.replicas) for name in names]
         for number, system in enumerate(systems):
             system.warm_up(900_000 + 1000 * number)

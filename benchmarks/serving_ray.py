@@ -24,7 +24,6 @@ def ray_serve(resources: Sequence[Mapping[str, float]], *, cpus: int, pool: str,
     A SIGTERM ends the benchmark as an exception, so that nothing is left behind.
     """
     os.environ.update(DRIVER_SETTINGS)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     with ExitStack() as stack:
         nodes = stack.enter_context(LocalRay(resources, cpus=cpus))
         import ray
@@ -34,6 +33,7 @@ def ray_serve(resources: Sequence[Mapping[str, float]], *, cpus: int, pool: str,
         from raykv.integrations.serve import backend
 
         ray.init(address=nodes.address, log_to_driver=False)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # `ray.init` sets a handler, too
         stack.callback(ray.shutdown)
         stack.callback(cluster.stop, pool)
         cluster.start(name=pool, storage={"arena_nbytes": pool_nbytes})
