@@ -78,10 +78,11 @@ def test_several_windows(both, monkeypatch):
     assert [bytes(each) for each in into] == [content(number, 300_000) for number in range(400, 407)]
 
 
-@pytest.mark.parametrize("gets", [10, pytest.param(5000, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
+@pytest.mark.parametrize("gets", [10, pytest.param(2000, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
 def test_reads_under_eviction(both, rng, gets):
     """The writer replaces all chunks again and again, while readers read them at random: no wrong byte."""
-    size, names, problems, done = 20_000, [f"busy-{number}" for number in range(60)], [], threading.Event()
+    size, at_once, problems, done = 20_000, 25, list[str](), threading.Event()
+    names = [f"busy-{number}" for number in range(60)]
     counts = {"hit": 0, "miss": 0}
 
     def bytes_of(name: str, version: int) -> bytes:
@@ -97,7 +98,7 @@ def test_reads_under_eviction(both, rng, gets):
     def read(seed: int) -> None:
         own, client = random.Random(seed), both.reader
         for _ in range(gets):
-            some = own.sample(names, 10)
+            some = own.sample(names, at_once)
             into = [bytearray(size) for _ in some]
             hits = client.get(some, into, timeout_s=TIMEOUT_S).hits
             for name, hit, each in zip(some, hits, into, strict=True):
@@ -117,8 +118,8 @@ def test_reads_under_eviction(both, rng, gets):
     writer.join()
     print(counts)
     assert not problems
-    assert sum(counts.values()) == 2 * 10 * gets
-    assert counts["hit"] > 5 * gets
+    assert sum(counts.values()) == 2 * at_once * gets
+    assert counts["hit"] > sum(counts.values()) / 4
 
 
 def test_memory_that_is_not_registered_is_read_over_tcp(monkeypatch):
