@@ -227,3 +227,28 @@ def test_a_forked_child_reads_over_its_own_queue_pairs(both):
     assert read(both, names) == {"rdma": 4 * SIZE}
     assert both.requests()["ConnectRdma"] == requests["ConnectRdma"]  # the parent's queue pairs still work
     assert both.cluster.nodes[0].stats()["rdma"]["queue_pairs"] >= inherited
+
+
+def test_a_channel_that_gets_the_descriptor_of_another_one_is_found(monkeypatch):
+    """Another thread closes a channel just when one is made, so the new one has a number that was there before."""
+    from raykv.transport.rdma import verbs
+    from raykv.transport.rdma.device import open_devices
+
+    device = open_devices()[0]
+    other, _ = verbs.open_channel(device.context)
+    make, made = verbs.CompChannel, []
+
+    def make_after_close(context):
+        if not made:
+            other.close()
+        made.append(make(context))
+        return made[-1]
+
+    monkeypatch.setattr(verbs, "CompChannel", make_after_close)
+    try:
+        channel, fd = verbs.open_channel(device.context)
+        assert channel is made[-1]
+        assert "infinibandevent" in os.readlink(f"/proc/self/fd/{fd}")
+        verbs.close_channel(channel)
+    finally:
+        device.close()

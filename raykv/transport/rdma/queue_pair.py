@@ -184,4 +184,4 @@ class QueuePair:
         with suppress(verbs.PyverbsError):
             self._pair.close()
             self._completions.close()
-            self._channel.close()
+            verbs.close_channel(self._channel)

@@ -5,7 +5,7 @@ No function of pyverbs releases the GIL. So nothing here waits: see `QueuePair.w
 
 import os
 import threading
-from typing import Any
+from typing import Any, Final
 
 from pyverbs.addr import GID as GID
 from pyverbs.addr import AHAttr as AHAttr
@@ -29,22 +29,39 @@ except ImportError:  # newer versions
     from pyverbs import libibverbs_enums as enums  # noqa: F401
 
 
-_opening = threading.Lock()
+TRIES: Final = 16
+
+_channels = threading.RLock()
+"""Held while a channel of this module is made or closed."""
 
 
 def open_channel(context: Any) -> tuple[Any, int]:
     """Make a completion channel. Returns the channel and its file descriptor.
 
-    Version 44 does not give the descriptor, so it is found among the descriptors of this process.
+    Version 44 does not give the descriptor, so it is found among the descriptors of this process. That fails if another
+    library makes or closes a channel just then, so it is tried again.
+
+    Raises:
+        PyverbsError: The device has no room for a channel, or its descriptor was not found.
     """
-    with _opening:
-        before = _event_descriptors()
-        channel = CompChannel(context)
-        fd = getattr(channel, "fd", None)
-        if fd is None:
-            (fd,) = _event_descriptors() - before
-    os.set_blocking(fd, False)
-    return channel, fd
+    with _channels:
+        for _ in range(TRIES):
+            before = _event_descriptors()
+            channel = CompChannel(context)
+            fd = getattr(channel, "fd", None)
+            new = _event_descriptors() - before if fd is None else {fd}
+            if len(new) == 1:
+                (found,) = new
+                os.set_blocking(found, False)
+                return channel, found
+            channel.close()
+    raise PyverbsError("the descriptor of a completion channel was not found")
+
+
+def close_channel(channel: Any) -> None:
+    """Close a channel. Its descriptor may belong to the next one at once, so nobody makes one meanwhile."""
+    with _channels:
+        channel.close()
 
 
 def _event_descriptors() -> set[int]:
