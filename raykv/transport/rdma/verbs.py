@@ -30,6 +30,7 @@ except ImportError:  # newer versions
 
 
 TRIES: Final = 16
+"""Other libraries make and close channels rarely, so that many failures in a row have another cause."""
 
 _channels = threading.RLock()
 """Held while a channel of this module is made or closed."""
