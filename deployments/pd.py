@@ -13,6 +13,7 @@ from pydantic import Field
 from ray.serve import Application
 
 from raykv.config import Model, Name, Nbytes
+from raykv.errors import ConfigError
 
 CPU_ENVIRONMENT = {
     # One thread per engine, on any core. By default vLLM would bind all engines of a host to the same core.
@@ -71,14 +72,26 @@ class EngineArgs(Model):
     engine: dict[str, Any] = Field(default_factory=dict)
 
 
+class Targets(Model):
+    """The load that autoscaling aims at. Without these fields, Ray Serve counts requests (`target_ongoing_requests`).
+
+    Attributes:
+        target_queue_s: Mean time that a worker needs for the tokens of its queue. It suits prefill.
+        target_slots: Mean part of a worker's places for requests (`max_num_seqs`), or of its KV cache if that is more,
+            that is in use. It suits decode.
+    """
+
+    target_queue_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    target_slots: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
 class PDArgs(EngineArgs):
     """The arguments of the Ray Serve app (`args` in pd.yaml).
 
     Attributes:
         prefill_replicas, decode_replicas: Number of workers of each kind.
         prefill_autoscaling, decode_autoscaling: Let Ray Serve change the number of workers of a kind: the fields of its
-            `AutoscalingConfig`. The two kinds scale apart. Ray Serve counts the requests that a worker has: in prefill
-            until their first token, in decode until their end. None: the number is fixed.
+            `AutoscalingConfig`, and those of `Targets`. The two kinds scale apart. None: the number is fixed.
         prefill_resources, decode_resources: Custom Ray resources that each worker needs. They decide on which Ray nodes
             it may run.
     """
@@ -106,7 +119,12 @@ def build(args: PDArgs) -> Application:
     decode = llm_config(
         args, args.decode_replicas, args.decode_resources, role="decode", autoscaling=args.decode_autoscaling
     )
-    return build_pd_openai_app({"prefill_config": prefill, "decode_config": decode, **INGRESS})
+    fields = {"prefill_config": prefill, "decode_config": decode, **INGRESS}
+    if not any(map(scales_by_load, (args.prefill_autoscaling, args.decode_autoscaling))):
+        return build_pd_openai_app(fields)
+    from raykv.integrations.serve.servers import build_pd_app
+
+    return build_pd_app(fields)
 
 
 def prepare(args: EngineArgs) -> None:
@@ -136,12 +154,16 @@ def llm_config(
 
     Args:
         role: See `RouterOptions`.
-        autoscaling: In place of `replicas`: the fields of Ray Serve's AutoscalingConfig.
+        autoscaling: In place of `replicas`: see `PDArgs`.
+
+    Raises:
+        ConfigError: A field of `autoscaling` is wrong.
     """
     local = Path(args.model).is_dir()
     model = str(Path(args.model).resolve()) if local else args.model
     environment = {"HF_HUB_OFFLINE": "1"} if local else {}
-    environment |= REPORTS if args.router is not None else {}
+    by_load = scales_by_load(autoscaling)
+    environment |= REPORTS if by_load or args.router is not None else {}
     if args.device == "cpu":
         environment |= CPU_ENVIRONMENT
     engine = {
@@ -159,7 +181,7 @@ def llm_config(
         "accelerator_config": {"kind": args.device},
         "placement_group_config": {"bundle_per_worker": {args.device.upper(): 1, **resources}},
         "deployment_config": {
-            **({"num_replicas": replicas} if autoscaling is None else {"autoscaling_config": autoscaling}),
+            **({"num_replicas": replicas} if autoscaling is None else {"autoscaling_config": scaling(autoscaling)}),
             "ray_actor_options": {"num_cpus": 0},
             "health_check_period_s": HEALTH_CHECK_PERIOD_S,
             "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
@@ -168,6 +190,7 @@ def llm_config(
         "runtime_env": {"env_vars": environment},
         "callback_config": {"callback_class": "raykv.integrations.serve.backend.LocalModel"} if local else {},
         **({"lora_config": args.lora} if args.lora is not None else {}),
+        **({"server_cls": "raykv.integrations.serve.servers:RayKVServer"} if by_load else {}),
         "experimental_configs": {"stream_batching_interval_ms": 0},  # each token is sent at once
         "engine_kwargs": {
             **{name: value for name, value in engine.items() if value is not None},
@@ -181,6 +204,27 @@ def llm_config(
             },
         },
     }
+
+
+def scales_by_load(autoscaling: dict[str, Any] | None) -> bool:
+    """Return whether the number of workers follows `Targets`, so that their engines must report their load."""
+    return any(name in (autoscaling or {}) for name in Targets.model_fields)
+
+
+def scaling(autoscaling: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of Ray Serve's AutoscalingConfig.
+
+    Raises:
+        ConfigError: A field of `Targets` is wrong, or there is a policy besides.
+    """
+    if not scales_by_load(autoscaling):
+        return autoscaling
+    targets = Targets.load({name: autoscaling[name] for name in Targets.model_fields if name in autoscaling})
+    rest = {name: value for name, value in autoscaling.items() if name not in Targets.model_fields}
+    if "policy" in rest:
+        raise ConfigError("field 'policy': give a policy, or target_queue_s and target_slots")
+    policy = "raykv.integrations.serve.scaling:EngineLoad"
+    return {**rest, "policy": {"policy_function": policy, "policy_kwargs": targets.model_dump(exclude_none=True)}}
 
 
 def router_config(args: EngineArgs, role: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ pytest.importorskip("ray")
 
 from deployments.pd import PDArgs, llm_config
 from deployments.reuse import Reuse
+from raykv.errors import ConfigError
 from raykv.tools.cli import parser
 
 pytestmark = pytest.mark.ray
@@ -111,7 +112,8 @@ def test_ray_serve_accepts_the_workers(device: str, tmp_path: Path):
 def test_the_numbers_of_prefill_and_decode_workers_scale_apart():
     llm = pytest.importorskip("ray.serve.llm")
     scaling = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 2}
-    args = PDArgs.model_validate({**pd_args(), "prefill_autoscaling": scaling, "decode_replicas": 2})
+    fields = {"prefill_autoscaling": scaling, "decode_autoscaling": None, "decode_replicas": 2}
+    args = PDArgs.model_validate({**pd_args(), **fields})
     prefill = llm_config(args, 1, {}, role="prefill", autoscaling=args.prefill_autoscaling)
     decode = llm_config(args, args.decode_replicas, {}, role="decode", autoscaling=args.decode_autoscaling)
     assert "num_replicas" not in prefill["deployment_config"]
@@ -119,6 +121,58 @@ def test_the_numbers_of_prefill_and_decode_workers_scale_apart():
     assert llm.LLMConfig.model_validate(decode).deployment_config["num_replicas"] == 2
     with pytest.raises(ValidationError, match="max_replicas"):
         llm.LLMConfig.model_validate(llm_config(args, 1, {}, autoscaling={**scaling, "max_replicas": 0}))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_workers_scale_by_their_engines_load():
+    llm = pytest.importorskip("ray.serve.llm")
+    from ray.serve.config import AutoscalingConfig
+
+    from deployments.pd import build
+
+    args = PDArgs.model_validate(
+        {
+            **pd_args(),
+            "pool_nbytes": None,
+            "router": None,
+            "prefill_autoscaling": {"max_replicas": 4, "target_queue_s": 2.0, "upscale_delay_s": 5},
+            "decode_autoscaling": {"max_replicas": 2, "target_slots": 0.8},
+        }
+    )
+    config = llm_config(args, 1, {}, autoscaling=args.prefill_autoscaling)
+    assert llm.LLMConfig.model_validate(config).server_cls.__name__ == "RayKVServer"
+    assert "ReportingEngine" in config["runtime_env"]["env_vars"]["RAYLLM_VLLM_ENGINE_CLS"] or args.device == "cpu"
+    names, scalings = set(), []
+    for deployment in deployments(build(args)):
+        names.add(deployment.name.partition(":")[0])
+        scaling = deployment._deployment_config.autoscaling_config
+        if scaling is not None and not scaling.policy.is_default_policy_function():
+            assert isinstance(scaling, AutoscalingConfig)
+            assert hasattr(deployment.func_or_class, "record_autoscaling_stats")
+            scalings.append((scaling.max_replicas, scaling.upscale_delay_s, scaling.policy.policy_kwargs))
+    assert {"Prefill", "Decode"} < names
+    assert sorted(scalings, key=str) == [(2, 30.0, {"target_slots": 0.8}), (4, 5.0, {"target_queue_s": 2.0})]
+
+
+def deployments(app: Any) -> list[Any]:
+    """Return the deployments of an app that is not deployed."""
+    from ray.serve._private.build_app import build_app
+
+    return build_app(app, name="app").deployments
+
+
+@pytest.mark.parametrize(
+    ("scaling", "why"),
+    [
+        ({"target_queue_s": 0}, "target_queue_s"),
+        ({"target_slots": "many"}, "target_slots"),
+        ({"target_slots": 0.5, "policy": {"policy_function": "own:policy"}}, "policy"),
+    ],
+)
+def test_wrong_targets_are_refused_by_name(scaling: dict[str, Any], why: str):
+    with pytest.raises(ConfigError, match=why):
+        llm_config(PDArgs.model_validate(pd_args()), 1, {}, autoscaling={"max_replicas": 2, **scaling})
 
 
 def multi_args() -> dict[str, Any]:

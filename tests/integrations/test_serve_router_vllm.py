@@ -163,6 +163,27 @@ def step(stats: Any, *, running: int = 1) -> Any:
     return SchedulerStats(num_running_reqs=running, kv_connector_stats=stats)
 
 
+def vllm_config(*, places: int) -> Any:
+    return SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=places))
+
+
+def test_an_engines_load_is_its_queue_and_its_used_places():
+    listener = ReportListener(vllm_config(places=4), [0])
+    report = ENGINE.model_copy(update={"queued_tokens": 3000, "seconds_per_token": 1e-3})
+    stats = SchedulerStats(
+        num_running_reqs=2, kv_cache_usage=0.25, kv_connector_stats={"report": report.model_dump_json()}
+    )
+    listener.record(stats, None)
+    assert listener.load() == {"raykv_queue_s": 3.0, "raykv_slots": 0.5}
+    full = SchedulerStats(num_running_reqs=2, kv_cache_usage=0.875)
+    waiting = SchedulerStats(num_running_reqs=4, num_waiting_reqs=1, num_skipped_waiting_reqs=3)
+    for each, slots in ((full, 0.875), (waiting, 2.0)):
+        listener.record(each, None)
+        assert listener.load()["raykv_slots"] == slots
+    listener.record(SchedulerStats(), None)
+    assert listener.load() == {"raykv_queue_s": 0.0, "raykv_slots": 0.0}
+
+
 def test_the_report_passes_vllms_loggers_and_reaches_the_replica():
     stats, other = RayKVStats(), RayKVStats()
     stats.count("loads", 2, "whole")
@@ -170,16 +191,17 @@ def test_the_report_passes_vllms_loggers_and_reaches_the_replica():
     other.count("loads", 1, "whole")
     other.aggregate(stats)
     assert other.reduce() == {"loads|whole": 3}
-    listener = ReportListener(None, [0])  # type: ignore[arg-type]
+    listener = ReportListener(vllm_config(places=8), [0])
+    assert listener.load() == {}
     listener.record(step(other.data), None)
     assert listener.engine == ENGINE
     nested = {"RayKVConnector": {"report": ENGINE.model_copy(update={"queued_tokens": 7}).model_dump_json()}}
     listener.record(step(nested), None)
     assert listener.engine is not None
     assert listener.engine.queued_tokens == 7
-    assert not listener.is_idle
+    assert listener.queued_tokens == 7
     listener.record(step(None, running=0), None)
-    assert listener.is_idle
+    assert listener.queued_tokens == 0, "it ended its last request, and makes no report after that"
     listener.record(None, None)
     for wrong in (None, {}, {"report": "{}"}, {"report": 3.0}, {"loads|whole": 1}):
         listener.record(step(wrong), None)

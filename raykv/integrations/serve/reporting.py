@@ -1,4 +1,7 @@
-"""A vLLM engine for Ray Serve that reports to routers: its own report, the tokenizer, and the LoRA adapters."""
+"""A vLLM engine for Ray Serve that reports to routers: its own report, the tokenizer, and the LoRA adapters.
+
+It reports its load to Ray Serve's autoscaling, too.
+"""
 
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +19,7 @@ from raykv.integrations.routing.report import (
     ReplicaReport,
     TokenizerReport,
 )
+from raykv.integrations.serve.scaling import QUEUE_S, SLOTS
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import REPORT
 
@@ -32,19 +36,24 @@ class ReportListener(AggregateStatLoggerBase):
     Attributes:
         engine: The report. None: there was none yet.
         at_s: When it arrived, on the monotonic clock.
-        is_idle: Whether the engine had no request after its last step. It makes no report without a step.
+        requests: Number of requests that the engine had after its last step, running and waiting. Without a request it
+            makes no step and no report.
     """
 
     def __init__(self, vllm_config: "VllmConfig", engine_indexes: list[int]) -> None:
         self.engine: EngineReport | None = None
         self.at_s = 0.0
-        self.is_idle = True
+        self.requests = 0
+        self._kv_usage = 0.0
+        self._places = vllm_config.scheduler_config.max_num_seqs
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         if scheduler_stats is not None:
-            self.is_idle = not (scheduler_stats.num_running_reqs or scheduler_stats.num_waiting_reqs)
+            waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.requests = scheduler_stats.num_running_reqs + waiting
+            self._kv_usage = scheduler_stats.kv_cache_usage
         stats = getattr(scheduler_stats, "kv_connector_stats", None)
         text = _report_in(stats) if isinstance(stats, dict) else None
         if text is None:
@@ -56,6 +65,17 @@ class ReportListener(AggregateStatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Do nothing: this is no log."""
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.engine.queued_tokens if self.engine is not None and self.requests else 0
+
+    def load(self) -> dict[str, float]:
+        """Return the figures that `scaling` names; nothing before the engine's first report."""
+        if self.engine is None:
+            return {}
+        queue_s = self.queued_tokens * self.engine.seconds_per_token
+        return {QUEUE_S: queue_s, SLOTS: max(self.requests / self._places, self._kv_usage)}
 
 
 def _report_in(stats: dict[str, Any]) -> str | None:
@@ -86,8 +106,8 @@ class ReportingEngine(VLLMEngine):
         stats: dict[str, Any] = super().routing_stats()
         listener = self._listener
         engine = listener.engine if listener else None
-        if listener and engine and listener.is_idle:
-            engine = engine.model_copy(update={"queued_tokens": 0})
+        if listener and engine:
+            engine = engine.model_copy(update={"queued_tokens": listener.queued_tokens})
         report = ReplicaReport(
             engine=engine,
             age_s=time.monotonic() - listener.at_s if listener and engine else 0.0,
@@ -95,6 +115,10 @@ class ReportingEngine(VLLMEngine):
             adapters=self._adapters(),
         )
         return {**stats, STATS_KEY: report.model_dump(mode="json")}
+
+    def load(self) -> dict[str, float]:
+        """Return what Ray Serve's autoscaling gets: see `scaling`."""
+        return self._listener.load() if self._listener else {}
 
     def _tokenizer_report(self) -> TokenizerReport | None:
         if not self._running:
