@@ -21,12 +21,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deployments.local_ray import SETTINGS, LocalRay, require_token
 from deployments.model import MODEL_PATH, ensure_model
 from deployments.reference import MESSAGES, READY, Answer
 from deployments.reuse import Reuse, ReuseMeter
+
+if TYPE_CHECKING:
+    from raykv import Client
 
 DOCUMENT = Path(__file__).with_name("demo_document.txt")
 QUESTIONS = (
@@ -39,6 +42,11 @@ POOL = "demo"
 MODEL_ID = MODEL_PATH.name
 ANSWER_TOKENS = 64
 WANTED_SPEEDUP = 5.0
+ROUTED = "routed "
+PATIENT = {"tokenize_timeout_s": 0.05, "lookup_timeout_s": 0.05}
+"""The routers may take longer than by default, because all of these processes share a few cores."""
+UNKNOWN = "routed by chance: the routers have no report of the engines yet"
+ROUTES_S = 2.0
 DRIVER_SETTINGS = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_metrics_report_interval_ms": "500",
@@ -180,6 +188,7 @@ def start(port: int, running: ExitStack, *, address: str, importing: threading.T
             kv_cache_nbytes=512 << 20,
             engine_prefix_caching=False,
             pool=POOL,
+            router=PATIENT,
         )
         serve.run(pd.build(args), name="pd")
 
@@ -219,34 +228,39 @@ def converse(port: int) -> list[Turn]:
     """Ask the questions about the document one after another, then the first question again."""
     from openai import OpenAI
 
+    import raykv
+    from raykv.cluster import find_address
+
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
     meter = ReuseMeter(POOL)
     turns: list[Turn] = []
 
     def turn(title: str, messages: Messages) -> str:
         print(f"\n  {title}: {messages[-1]['content'].rpartition(chr(10))[2]}")
-        answer = ask(client, messages)
+        answer, request_id = ask(client, messages)
+        print(*(f"     {line}" for line in routes(pool, request_id) or [UNKNOWN]), sep="\n")
         turns.append(Turn(title, messages, answer, meter.next(answers=2)))
         return answer.text
 
-    document = DOCUMENT.read_text()
-    print(f"\nA conversation over {DOCUMENT.name}, {len(document.split())} words")
-    messages: Messages = []
-    for number, question in enumerate(QUESTIONS, start=1):
-        content = f"{document}\n{question}" if number == 1 else question
-        messages = [*messages, {"role": "user", "content": content}]
-        messages = [*messages, {"role": "assistant", "content": turn(str(number), messages)}]
-    turn("1 again", messages[:1])
+    with raykv.connect(raykv.Namespace(model="-"), address=find_address(POOL)) as pool:
+        document = DOCUMENT.read_text()
+        print(f"\nA conversation over {DOCUMENT.name}, {len(document.split())} words")
+        messages: Messages = []
+        for number, question in enumerate(QUESTIONS, start=1):
+            content = f"{document}\n{question}" if number == 1 else question
+            messages = [*messages, {"role": "user", "content": content}]
+            messages = [*messages, {"role": "assistant", "content": turn(str(number), messages)}]
+        turn("1 again", messages[:1])
     return turns
 
 
-def ask(client: Any, messages: Messages) -> Answer:
-    """Send one request, and print the answer while it arrives."""
+def ask(client: Any, messages: Messages) -> tuple[Answer, str]:
+    """Send one request, and print the answer while it arrives. Returns the answer and the request's id."""
     prompt: list[int] = []
     tokens: list[int] = []
     text, ttft_s = "", 0.0
     start_s = time.perf_counter()
-    stream = client.chat.completions.create(
+    response = client.chat.completions.with_raw_response.create(
         model=MODEL_ID,
         messages=messages,
         temperature=0,
@@ -255,7 +269,7 @@ def ask(client: Any, messages: Messages) -> Answer:
         extra_body={"return_token_ids": True},
     )
     print("     ", end="")
-    for event in stream:
+    for event in response.parse():
         prompt = event.model_extra.get("prompt_token_ids") or prompt
         for choice in event.choices:
             tokens += choice.model_extra.get("token_ids") or []
@@ -263,7 +277,20 @@ def ask(client: Any, messages: Messages) -> Answer:
             text += choice.delta.content or ""
             print((choice.delta.content or "").replace("\n", " "), end="", flush=True)
     print(f"\n     [first token after {ttft_s:.2f} s]", flush=True)
-    return Answer(prompt=prompt, tokens=tokens, text=text, ttft_s=ttft_s)
+    return Answer(prompt=prompt, tokens=tokens, text=text, ttft_s=ttft_s), response.headers["x-request-id"]
+
+
+def routes(pool: "Client", request_id: str) -> list[str]:
+    """Return why the routers sent a request where they did: to a decode worker, and from there to a prefill worker.
+
+    The routers' sentences arrive after their decisions. Any that have not arrived in time are left out.
+    """
+    until_s = time.monotonic() + ROUTES_S
+    while True:
+        found = [each.text for each in pool.trail(request_id) if each.text.startswith(ROUTED)]
+        if len(found) >= len(NODES) or time.monotonic() > until_s:
+            return [ROUTED + text.removeprefix(ROUTED).partition(" ")[2] for text in found]
+        time.sleep(0.1)
 
 
 def reference_process() -> subprocess.Popen[str]:

@@ -511,5 +511,8 @@ def test_the_trail_of_a_request_can_be_found():
     trail.add(Routed("x-1", "prefill", "a", "stored", load_nbytes=10, compute_tokens=3, queue_s=0.5, at_s=2.0))
     other.add(Routed("x-1", "decode", "b", "cached", at_s=1.0))
     assert [each.deployment for each in find("x-1")] == ["decode", "prefill"]
-    assert str(find("x-1")[1]) == "routed x-1 to a because stored (compute 3 tokens, load 10 bytes, queue 0.500 s)"
+    assert (
+        str(find("x-1")[1])
+        == "routed x-1 to a of prefill because stored (compute 3 tokens, load 10 bytes, queue 0.500 s)"
+    )
     assert find("unknown") == []

@@ -50,7 +50,8 @@ class Routed:
         """Return the line of the log."""
         what = f"compute {self.compute_tokens} tokens, load {self.load_nbytes} bytes, queue {self.queue_s:.3f} s"
         waited = f", waited {self.waited_s:.3f} s" if self.waited_s else ""
-        return f"routed {self.request_id} to {self.replica} because {self.reason} ({what}{waited})"
+        where = f"{self.replica} of {self.deployment}"
+        return f"routed {self.request_id} to {where} because {self.reason} ({what}{waited})"
 
 
 class Trail:
