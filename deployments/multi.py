@@ -41,12 +41,12 @@ def build(args: MultiArgs) -> Application:
     """Build the app. The calling process must have joined Ray.
 
     Raises:
-        ConfigError: The raykv cluster runs already, with another size.
+        ConfigError: The raykv cluster runs already, with another size; or a field of `Targets` is wrong.
     """
     from ray.serve.llm import build_openai_app  # imports vLLM, which takes seconds
 
     pool = {"pool": args.pool, "pool_nbytes": args.pool_nbytes}
     models = [each.model_copy(update=pool) for each in args.models]
-    prepare(models[0])
     configs = [llm_config(each, each.replicas, each.resources, autoscaling=each.autoscaling) for each in models]
+    prepare(models[0])
     return build_openai_app({"llm_configs": configs, **INGRESS})

@@ -108,19 +108,25 @@ def build(args: PDArgs) -> Application:
     """Build the app. The calling process must have joined Ray.
 
     Raises:
-        ConfigError: The raykv cluster runs already, with another size.
+        ConfigError: The raykv cluster runs already, with another size; or a field of `Targets` is wrong.
     """
+    by_load = any(map(scales_by_load, (args.prefill_autoscaling, args.decode_autoscaling)))
+    if by_load and args.engine.get("data_parallel_size", 1) > 1:
+        raise ConfigError(
+            "field 'data_parallel_size': such engines scale by target_ongoing_requests; leave out target_queue_s and "
+            "target_slots"
+        )
     from ray.serve.llm import build_pd_openai_app  # imports vLLM, which takes seconds
 
-    prepare(args)
     prefill = llm_config(
         args, args.prefill_replicas, args.prefill_resources, role="prefill", autoscaling=args.prefill_autoscaling
     )
     decode = llm_config(
         args, args.decode_replicas, args.decode_resources, role="decode", autoscaling=args.decode_autoscaling
     )
+    prepare(args)
     fields = {"prefill_config": prefill, "decode_config": decode, **INGRESS}
-    if not any(map(scales_by_load, (args.prefill_autoscaling, args.decode_autoscaling))):
+    if not by_load:
         return build_pd_openai_app(fields)
     from raykv.integrations.serve.servers import build_pd_app
 

@@ -30,10 +30,10 @@ def build(args: ReplicaArgs) -> Application:
     """Build the app. The calling process must have joined Ray.
 
     Raises:
-        ConfigError: The raykv cluster runs already, with another size.
+        ConfigError: The raykv cluster runs already, with another size; or a field of `Targets` is wrong.
     """
     from ray.serve.llm import build_openai_app  # imports vLLM, which takes seconds
 
-    prepare(args)
     config = llm_config(args, args.replicas, args.resources, autoscaling=args.autoscaling)
+    prepare(args)
     return build_openai_app({"llm_configs": [config], **INGRESS})

@@ -175,6 +175,13 @@ def test_wrong_targets_are_refused_by_name(scaling: dict[str, Any], why: str):
         llm_config(PDArgs.model_validate(pd_args()), 1, {}, autoscaling={"max_replicas": 2, **scaling})
 
 
+def test_data_parallel_engines_do_not_scale_by_load():
+    from deployments.pd import build
+
+    with pytest.raises(ConfigError, match="data_parallel_size"):
+        build(PDArgs.model_validate({**pd_args(), "engine": {"data_parallel_size": 2}}))
+
+
 def multi_args() -> dict[str, Any]:
     (application,) = read("multi.yaml")["applications"]
     return application["args"]
