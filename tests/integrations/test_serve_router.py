@@ -195,6 +195,20 @@ def test_new_prompts_with_a_short_common_beginning_use_all_replicas_alike():
     assert max(work.values()) <= 1.2 * sum(work.values()) / 4, work
 
 
+def test_a_conversation_stays_although_others_could_load_it_and_had_less_to_do():
+    made = Deployment(4, chunk_nbytes=1 << 10)
+    home = made.send(prompt("beginning", tokens=1024)).order[0].replica_id
+    made.now_s = 10.0
+    made.routes.end("r1", made.now_s)
+    for _ in range(5):
+        turn = made.send(
+            Prompt(prefix_keys(b"", ["beginning", f"turn {made.requests}"]), [1024, 1124]), stored(1024, "na")
+        )
+        assert turn.order[0].replica_id == home
+        made.now_s += 10.0
+        made.routes.end(f"r{made.requests}", made.now_s)
+
+
 def test_turns_of_a_conversation_stay_on_one_replica():
     deployment, rng = Deployment(4), Random(3)
     home: dict[int, str] = {}
@@ -262,6 +276,14 @@ def test_followers_wait_for_the_commit_when_the_queue_would_cost_more():
     assert there.order[0].load_nbytes == 15 * CHUNK_NBYTES
     deployment.now_s = 3.0
     assert not deployment.choose(follower).wait_s, "the reservation has ended"
+
+
+def test_no_request_waits_for_a_gain_that_is_smaller_than_the_errors_of_estimates():
+    deployment = Deployment(chunk_nbytes=1 << 10)
+    first = deployment.send(prompt("prefix", tokens=1024)).order[0]
+    deployment.now_s = 0.5
+    follower = deployment.choose(prompt("prefix", "question", tokens=1024))
+    assert (follower.reason, follower.order[0].replica_id) == ("computing", first.replica_id)
 
 
 def test_engines_without_a_cache_of_their_own_wait_for_the_commit():

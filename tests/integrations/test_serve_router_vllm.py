@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 import raykv
 from deployments.model import ensure_model
 from raykv.integrations.routing.choice import RouterOptions
-from raykv.integrations.routing.locations import Stored
+from raykv.integrations.routing.locations import Run, Stored
 from raykv.integrations.routing.prompts import PrefixEnd, Prompt
 from raykv.integrations.routing.report import STATS_KEY, Adapter, EngineReport, ReplicaReport, TokenizerReport
 from raykv.integrations.serve.lookup import Found, PromptLookup, naming_of
@@ -327,6 +327,27 @@ def test_a_request_waits_in_the_router_but_not_too_many():
         assert serve.router._waiting == 0
         waited = [each.waited_s for each in serve.router.trail]
         assert sum(each > 0.05 for each in waited) == 2
+
+    asyncio.run(run())
+
+
+def test_a_waiting_request_goes_on_soon_after_its_prefix_is_stored():
+    async def run() -> None:
+        serve = Serve()
+        engine = ENGINE.model_copy(update={"cache_tokens": 0, "seconds_per_token": 2e-3, "chunk_nbytes": 1})
+        serve.report(ReplicaReport(engine=engine))
+        prompt = Prompt([b"key"], [1000])
+        read_as(serve, prompt, Stored())
+        await serve.choose("first")
+        follower = asyncio.ensure_future(serve.choose("follower"))
+        await asyncio.sleep(0.1)
+        assert serve.router._waiting == 1
+        read_as(serve, prompt, Stored((Run(1000 // engine.chunk_tokens, ("n",)),), engine.namespace.digest))
+        began_s = time.monotonic()
+        await follower
+        assert time.monotonic() - began_s < 1.0, "it was expected to be stored after 2 s"
+        *_, routed = serve.router.trail
+        assert routed.reason == "stored"
 
     asyncio.run(run())
 

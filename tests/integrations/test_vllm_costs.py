@@ -30,6 +30,25 @@ def test_the_sooner_one_is_chosen(nbytes_per_s: float, queued: int, expected: bo
     assert costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=queued, now_s=10.1) is expected
 
 
+def test_steps_count_by_their_tokens():
+    """A step of 4 000 tokens of a prompt, then many steps that decode 64 requests: 8 tokens in a millisecond, or 2."""
+    costs, now_s = Costs(), 0.0
+    for _ in range(20):
+        for tokens, step_s in ((4000, 0.5), *[(64, 0.032)] * 10):
+            costs.add_step(tokens, now_s)
+            now_s += step_s
+    costs.add_step(0, now_s)
+    assert costs.seconds_per_token == pytest.approx((0.5 + 10 * 0.032) / 4640, rel=0.2)
+
+
+def test_an_engine_that_gets_slower_is_noticed_within_some_thousand_tokens():
+    costs = measured(nbytes_per_s=1e9, seconds_per_token=1e-3)
+    for step in range(20):
+        costs.add_step(1000, 10.0 + 4 * step)
+    costs.add_step(0, 90.0)
+    assert costs.seconds_per_token == pytest.approx(4e-3, rel=0.1)
+
+
 def test_a_load_waits_for_those_before_it():
     costs = measured(nbytes_per_s=100e6)
     begun = 0

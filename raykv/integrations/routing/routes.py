@@ -25,15 +25,16 @@ MAX_RESERVED: Final = 65_536
 """At most this many prefixes are reserved; the oldest are forgotten first."""
 POLL_S: Final = 0.02
 """Between two looks for a prefix that should be stored by now."""
-LEAST_GAIN_S: Final = 0.01
-"""A request does not wait in the router for a smaller gain."""
 GRACE: Final = 0.25
 """A prefix may be computed this part later than expected, and GRACE_S. Then its reservation ends."""
 GRACE_S: Final = 0.5
 EQUAL_COSTS: Final = 1.05
-"""Costs that differ by a smaller factor are equal, because estimates are not better than that. Of these replicas, the
-one that got least work of late comes first. Otherwise all new prompts would go where a short common beginning is
-cached, although other replicas load it at almost no cost."""
+"""Costs that differ by a smaller factor are equal, because estimates are not better than that. No request waits in the
+router for a smaller gain. A new prompt goes to the one of these replicas that got least work of late. Otherwise all new
+prompts would go where a short common beginning is cached, although other replicas load it at almost no cost."""
+NEW_PART: Final = 0.25
+"""A prompt of which at least this part must be computed is new. Others continue a conversation, or ask about a known
+document, and stay where their KV is."""
 EQUAL_ENGINES: Final = 3.0
 """Measured times of a token that differ by a smaller factor differ by chance. Their mean counts for all these engines.
 Otherwise requests would leave an engine that has their KV because of chance."""
@@ -120,7 +121,7 @@ class Routes:
         """
         known = stored or Stored()
         estimates = [self._estimate(each, prompt, known, now_s) for each in candidates]
-        order = self._in_order(estimates, now_s)
+        order = self._in_order(estimates, prompt, now_s)
         reserved = self._longest_reserved(prompt, now_s)
         if stored is None and not reserved and not any(each.cached_tokens for each in estimates):
             return Choice(self._power_of_two(order), "power of two choices")
@@ -129,7 +130,7 @@ class Routes:
             reservation = reserved[1]
             wait_s = max(reservation.ready_s - now_s, POLL_S)
             later = self._best_later(prompt, known, order, reserved, wait_s, now_s)
-            gains = later is not None and later.cost_s + LEAST_GAIN_S < best.cost_s
+            gains = later is not None and EQUAL_COSTS * later.cost_s < best.cost_s
             if gains and wait_s <= wait_left_s:
                 return Choice(order, "waits", wait_s)
             if best.replica_id == reservation.replica_id and best.cached_tokens:
@@ -199,9 +200,11 @@ class Routes:
         token_s = self._token_s.get(replica_id, self._default_token_s)
         return estimate(replica_id, replica, prompt, stored, options=self._options, token_s=token_s, now_s=now_s)
 
-    def _in_order(self, estimates: Sequence[Estimate], now_s: float) -> list[Estimate]:
+    def _in_order(self, estimates: Sequence[Estimate], prompt: Prompt, now_s: float) -> list[Estimate]:
         """Return the estimates, best first."""
-        equal_s = EQUAL_COSTS * min(each.cost_s for each in estimates)
+        best = min(estimates, key=lambda each: each.cost_s)
+        is_new = best.compute_tokens >= NEW_PART * prompt.tokens
+        equal_s = best.cost_s * (EQUAL_COSTS if is_new else 1.0)
 
         def place(each: Estimate) -> tuple[bool, float, float]:
             if each.cost_s > equal_s:

@@ -32,6 +32,8 @@ from raykv.integrations.serve.lookup import PromptLookup
 log = logging.getLogger("ray.serve")
 
 LOG_INTERVAL_S: Final = 30.0
+RECHECK_S: Final = 0.1
+"""A request that waits for a prefix looks this often whether it is stored, because it may be sooner than expected."""
 
 
 class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
@@ -126,7 +128,7 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
                 break
             self._waiting += 1
             try:
-                await asyncio.sleep(choice.wait_s)
+                await asyncio.sleep(min(choice.wait_s, RECHECK_S))
             finally:
                 self._waiting -= 1
             waited_s += time.monotonic() - now_s

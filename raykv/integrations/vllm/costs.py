@@ -15,8 +15,8 @@ from typing import Final
 from raykv.integrations.vllm.metadata import LoadTimes
 from raykv.types import NodeId
 
-OLDER: Final = 0.8
-"""Weight of the older measurements in the average time per token."""
+HALVED_TOKENS: Final = 4096
+"""After this many tokens, earlier steps count half in the time of a token."""
 WINDOW_S: Final = 4.0
 LEAST_TOKENS: Final = 32
 """Steps with fewer tokens do not count, because their time hardly depends on the number of tokens."""
@@ -62,11 +62,12 @@ class Costs:
     """Estimates the times of loads and computations of one engine. All times are seconds on one monotonic clock.
 
     Attributes:
-        seconds_per_token: Average time of a step, divided by its number of tokens. 0 before the first measurement.
+        seconds_per_token: Time of the last steps, divided by their number of tokens. 0 before the first measurement.
     """
 
     def __init__(self) -> None:
         self.seconds_per_token = 0.0
+        self._tokens, self._tokens_s = 0.0, 0.0
         self._paths: dict[NodeId, Path] = {}
         self._loads: dict[str, tuple[NodeId, int, float]] = {}
         self._step: tuple[int, float] | None = None
@@ -76,10 +77,11 @@ class Costs:
         if self._step is not None:
             before, began_s = self._step
             if before >= LEAST_TOKENS and now_s - began_s < LONGEST_STEP_S:
-                measured = (now_s - began_s) / before
-                self.seconds_per_token = (
-                    OLDER * self.seconds_per_token + (1 - OLDER) * measured if self.seconds_per_token else measured
-                )
+                # Weighted by tokens: else many small steps, which take longer for each token, would hide large ones.
+                older = 0.5 ** (before / HALVED_TOKENS)
+                self._tokens = older * self._tokens + before
+                self._tokens_s = older * self._tokens_s + now_s - began_s
+                self.seconds_per_token = self._tokens_s / self._tokens
         self._step = (tokens, now_s) if tokens else None
 
     def is_load_sooner(self, holder: NodeId, nbytes: int, tokens: int, *, queued_tokens: int, now_s: float) -> bool:
