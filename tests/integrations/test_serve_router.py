@@ -449,7 +449,8 @@ class SlowTokenizer:
         return [list(map(ord, text)) for text in texts]
 
 
-def test_tokens_that_are_late_are_there_for_the_next_request():
+def test_tokens_that_are_late_are_there_for_the_next_request(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader_module, "INLINE_CHARS", 2048)
     tokenizer = SlowTokenizer()
     segments = ["a" * 2000, "b" * 2000]
 
@@ -480,7 +481,7 @@ def test_more_prompts_than_the_thread_can_read_are_not_queued(monkeypatch: pytes
     async def run() -> None:
         reader = Reader(tokenizer, timeout_s=0.005)
         for n in range(5):
-            await reader.read(b"", [f"{n}" * 3000], NAMING, START)
+            await reader.read(b"", [f"{n}" * (reader_module.INLINE_CHARS + 1)], NAMING, START)
         assert reader._jobs == 2
         tokenizer.go.set()
         reader.close()
