@@ -1,4 +1,6 @@
-"""Limits processes to a share of a core each, by the kernel's CPU controller (cgroup v1). Needs root.
+"""Limits processes, each with its children, to a part of a core, by the kernel's CPU controller.
+
+Needs cgroup v1, and root.
 
 More workers than cores are no model of as many hosts: a router that leaves half of the workers idle then lets the other
 half run twice as fast. With a limit, each worker is as fast as the others and no faster when they are idle.
@@ -23,7 +25,12 @@ def missing() -> str:
 
 @contextmanager
 def limited(pids: Iterable[int], share: float) -> Iterator[None]:
-    """Give each process at most this share of one core, until the end of the block."""
+    """Give each process, with its children, at most this share of one core, until the end of the block.
+
+    The children count because vLLM's engine is a child of the worker.
+    """
+    import psutil
+
     groups = []
     try:
         for pid in pids:
@@ -32,7 +39,8 @@ def limited(pids: Iterable[int], share: float) -> Iterator[None]:
             groups.append(group)
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             (group / "cpu.cfs_quota_us").write_text(str(int(PERIOD_US * share)))
-            (group / "cgroup.procs").write_text(str(pid))
+            for each in (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))):
+                (group / "cgroup.procs").write_text(str(each))
         yield
     finally:
         for group in groups:
