@@ -12,6 +12,10 @@ DEFAULT_CACHE_TOKENS: Final = 65_536
 """Assumed size of an engine's own cache before its first report."""
 MAX_CACHED_PREFIXES: Final = 32_768
 """A router remembers at most this many prefixes of a replica's cache."""
+EQUAL_ENGINES: Final = 3.0
+"""Measured times of a token, and of a byte from an engine's own host, that differ by a smaller factor differ by chance.
+Their mean counts for all these engines. Otherwise requests would leave an engine that has their KV because of chance,
+and an engine whose first load was slow would get no more loads, and so never a better measurement."""
 DEFAULT_SECONDS_PER_TOKEN: Final = 1e-4
 """Assumed before any engine of the deployment has measured its steps."""
 HALVED_S: Final = 60.0
@@ -144,11 +148,15 @@ class Replica:
 
     def seconds_per_byte(self, holders: Sequence[NodeId], *, below: bool) -> float:
         """Return the time of the fastest path to one of the holders; measured if possible."""
+        return min(self._path_s(holder, below=below) for holder in holders)
+
+    def _path_s(self, holder: NodeId, *, below: bool) -> float:
         measured = {} if self.engine is None else self.engine.seconds_per_byte
-        return min(
-            measured.get(path_name(holder, below=below)) or self.assumed[self._kind(holder, below=below)]
-            for holder in holders
-        )
+        own_s, kind = measured.get(path_name(holder, below=below)), self._kind(holder, below=below)
+        mean_s = self.assumed[kind]
+        if own_s and not (kind == "near" and mean_s / EQUAL_ENGINES < own_s < mean_s * EQUAL_ENGINES):
+            return own_s
+        return mean_s
 
     def measured_by_kind(self) -> list[tuple[str, float]]:
         """Return the measured times of a byte, each with the kind of its path."""

@@ -16,7 +16,12 @@ from typing import Final, NamedTuple
 from raykv.integrations.routing.choice import Estimate, RouterOptions, after, estimate, with_prefix
 from raykv.integrations.routing.locations import Stored
 from raykv.integrations.routing.prompts import Prompt
-from raykv.integrations.routing.replicas import DEFAULT_SECONDS_PER_TOKEN, SECONDS_PER_BYTE, Replica
+from raykv.integrations.routing.replicas import (
+    DEFAULT_SECONDS_PER_TOKEN,
+    EQUAL_ENGINES,
+    SECONDS_PER_BYTE,
+    Replica,
+)
 from raykv.integrations.routing.report import ReplicaReport
 
 MAX_OPEN: Final = 16_384
@@ -35,9 +40,6 @@ prompts would go where a short common beginning is cached, although other replic
 NEW_PART: Final = 0.25
 """A prompt of which at least this part must be computed is new. Others continue a conversation, or ask about a known
 document, and stay where their KV is."""
-EQUAL_ENGINES: Final = 3.0
-"""Measured times of a token that differ by a smaller factor differ by chance. Their mean counts for all these engines.
-Otherwise requests would leave an engine that has their KV because of chance."""
 
 
 class Choice(NamedTuple):
