@@ -114,7 +114,7 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self, candidates: list[RunningReplica], pending: PendingRequest
     ) -> list[list[RunningReplica]] | None:
         """Return the candidates, best first. None: the prompt cannot be read."""
-        began_s, waited_s = time.monotonic(), 0.0
+        began_s, wait_began_s, waited_s = time.monotonic(), 0.0, 0.0
         found = await self._lookup.read(pending.args[0] if pending.args else None)
         if found is None:
             return None
@@ -126,12 +126,13 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             choice = self._routes.choose(found.prompt, stored, [*named], wait_left_s=left_s, now_s=now_s)
             if not choice.wait_s:
                 break
+            wait_began_s = wait_began_s or now_s
             self._waiting += 1
             try:
                 await asyncio.sleep(min(choice.wait_s, RECHECK_S))
             finally:
                 self._waiting -= 1
-            waited_s += time.monotonic() - now_s
+            waited_s = time.monotonic() - wait_began_s
         self._routes.begin(pending.metadata.internal_request_id, found.prompt, choice.order[0], now_s)
         took_s = time.monotonic() - began_s - waited_s
         self._add_to_trail(self._routed(pending, choice, found.prompt, took_s=took_s, waited_s=waited_s))
