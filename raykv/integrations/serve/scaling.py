@@ -25,7 +25,7 @@ class EngineLoad:
     """
 
     def __init__(self, *, target_queue_s: float | None = None, target_slots: float | None = None) -> None:
-        """Want these means. None: this figure does not count. If both are given, the higher number of replicas wins."""
+        """Set the wanted means. With None a figure does not count. With both, the higher number of replicas wins."""
         self._targets = {
             name: target for name, target in ((QUEUE_S, target_queue_s), (SLOTS, target_slots)) if target is not None
         }
