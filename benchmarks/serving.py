@@ -4,7 +4,8 @@ Run by hand: `make bench-serving`, or `python -m benchmarks.serving [--load mult
 
 All systems run at the same time, each with its own workers and its own name for the model, and take turns: while one
 gets its load, the others are idle. They differ in the router, or have no pool. All pools are one pool; each system and
-round has texts of its own, so no system finds another one's KV. In a round, all systems have the same pauses.
+round has texts of its own, so no system finds another one's KV. In a round, all systems have the same pauses. Where the
+memory is too small for the workers of all systems, `--one-at-a-time` starts a system's workers for its turn only.
 
 The load is a multi-turn load, or a `burst`: many requests at once with one new prefix of about 2 000 tokens, which
 should be computed once.
@@ -19,14 +20,15 @@ would reuse; how evenly the workers computed (max/mean of computed tokens); the 
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -84,20 +86,16 @@ def configuration(system: str, replicas: int, cache_nbytes: int) -> dict[str, An
 
 
 @contextmanager
-def running(systems: Sequence[str], replicas: int, cache_nbytes: int, pool_nbytes: int) -> Iterator[int]:
-    """Run all systems on one Ray node. Yields the port of the OpenAI servers, each under its system's name."""
-    with ray_serve([{}], cpus=replicas * len(systems) + 4, pool=POOL, pool_nbytes=pool_nbytes) as port:
-        from ray import serve
-        from ray.serve.llm import build_openai_app
-
-        from deployments.pd import INGRESS
-
+def running(systems: Sequence["System"], share: float | None, seeds: Iterator[int]) -> Iterator[None]:
+    """Run the workers of these systems, after requests that warm them up, until the end of the block."""
+    with ExitStack() as stack:
         for system in systems:
-            began_s = time.monotonic()
-            fields = configuration(system, replicas, cache_nbytes)
-            serve.run(build_openai_app({"llm_configs": [fields], **INGRESS}), name=system, route_prefix=f"/{system}")
-            print(f"{system}: {replicas} workers after {time.monotonic() - began_s:.0f} s", flush=True)
-        yield port
+            stack.enter_context(system.deployed())
+        if share:
+            stack.enter_context(core_share.limited(serving_kills.workers(), share))
+        for system in systems:
+            system.warm_up(next(seeds))
+        yield
 
 
 def computed_by_worker(model: str) -> Counter[str]:
@@ -118,7 +116,7 @@ def computed_by_worker(model: str) -> Counter[str]:
 
 
 class System:
-    """One app under the load.
+    """One app under the load. Its OpenAI server is at the port, under its name.
 
     Attributes:
         outcomes: What each round brought.
@@ -126,8 +124,8 @@ class System:
         routes: What the router decided on each request; empty if it does not tell.
     """
 
-    def __init__(self, name: str, port: int, replicas: int) -> None:
-        self.name, self._replicas = name, replicas
+    def __init__(self, name: str, port: int, replicas: int, cache_nbytes: int) -> None:
+        self.name, self._replicas, self._cache_nbytes = name, replicas, cache_nbytes
         self._client = openai_client(port, name)
         self.outcomes: list[Outcome] = []
         self.computed: list[list[int]] = []
@@ -136,6 +134,24 @@ class System:
     def begin(self) -> None:
         """Forget the figures of earlier loads."""
         self.outcomes, self.computed, self.routes = [], [], {}
+
+    @contextmanager
+    def deployed(self) -> Iterator[None]:
+        """Run the system's workers until the end of the block."""
+        from ray import serve
+        from ray.serve.llm import build_openai_app
+
+        from deployments.pd import INGRESS
+
+        began_s = time.monotonic()
+        fields = configuration(self.name, self._replicas, self._cache_nbytes)
+        app = build_openai_app({"llm_configs": [fields], **INGRESS})
+        serve.run(app, name=self.name, route_prefix=f"/{self.name}")
+        print(f"{self.name}: {self._replicas} workers after {time.monotonic() - began_s:.0f} s", flush=True)
+        try:
+            yield
+        finally:
+            serve.delete(self.name)
 
     def warm_up(self, seed: int) -> None:
         """Send a few requests to each worker, so that all have been measured by the router."""
@@ -234,7 +250,11 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def measure(systems: list[System], load: Load, rounds: int, seed: int) -> dict[str, dict[str, Any]]:
+Ready = Callable[[System], AbstractContextManager[None]]
+"""Makes a context in which a system's workers run."""
+
+
+def measure(systems: list[System], load: Load, rounds: int, seed: int, ready: Ready) -> dict[str, dict[str, Any]]:
     """Play all rounds of a load, and return the figures of each system."""
     for system in systems:
         system.begin()
@@ -242,7 +262,8 @@ def measure(systems: list[System], load: Load, rounds: int, seed: int) -> dict[s
         for place in range(len(systems)):
             number = (turn + place) % len(systems)
             system = systems[number]
-            system.play(load, seed + 10_000 * (1 + turn) + 1000 * number, pauses=seed + turn)
+            with ready(system):
+                system.play(load, seed + 10_000 * (1 + turn) + 1000 * number, pauses=seed + turn)
             outcome = system.outcomes[-1]
             print(
                 f"round {turn + 1}, {system.name}: {len(outcome.asked)} answers in {outcome.wall_s:.0f} s, "
@@ -263,6 +284,7 @@ def main() -> None:
     parser.add_argument("--think", type=float, help="mean pause before a request, seconds, in place of the load's")
     parser.add_argument("--cache", type=int, default=CACHE_MIB, help=f"KV of each engine, MiB (default: {CACHE_MIB})")
     parser.add_argument("--pool", type=int, default=1536, help="raykv's memory, MiB (default: 1536)")
+    parser.add_argument("--one-at-a-time", action="store_true", help="start a system's workers for its turn only")
     parser.add_argument("--core-share", type=float, help="limit each worker to this share of a core; needs root")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -276,30 +298,30 @@ def main() -> None:
     for field, given, known in checks:
         if unknown := set(given) - set(known):
             sys.exit(f"{field}: {', '.join(sorted(unknown))}: unknown; there are {', '.join(known)}")
-    if options.core_share and core_share.missing():
-        sys.exit(f"--core-share: {core_share.missing()}")
+    if options.core_share and (problem := core_share.missing()):
+        sys.exit(f"--core-share: {problem}")
     changed = {"sessions": options.sessions, "turns": options.turns, "think_s": options.think}
     changed = {name: value for name, value in changed.items() if value is not None}
     found: dict[str, Any] = {}
+    cpus = options.replicas * (1 if options.one_at_a_time else len(names)) + 4
     with ExitStack() as stack:
-        port = stack.enter_context(running(names, options.replicas, options.cache * MIB, options.pool * MIB))
-        if options.core_share:
-            stack.enter_context(core_share.limited(serving_kills.workers(), options.core_share))
-        systems = [System(name, port, options.replicas) for name in names]
-        for number, system in enumerate(systems):
-            system.warm_up(900_000 + 1000 * number)
+        port = stack.enter_context(ray_serve([{}], cpus=cpus, pool=POOL, pool_nbytes=options.pool * MIB))
+        systems = [System(name, port, options.replicas, options.cache * MIB) for name in names]
+        warm = partial(running, share=options.core_share, seeds=itertools.count(900_000, 1000))
+        if not options.one_at_a_time:
+            stack.enter_context(warm(systems))
+        ready: Ready = (lambda system: warm([system])) if options.one_at_a_time else (lambda system: nullcontext())
         for place, name in enumerate(loads):
             load = replace(LOADS[name], **changed)
-            figures = measure(systems, load, options.rounds, options.seed + 100_000 * place)
+            figures = measure(systems, load, options.rounds, options.seed + 100_000 * place, ready)
             found[name] = {"load": asdict(load), "systems": figures}
             print(f"\n{name}: {options.replicas} workers each; {load}; seed {options.seed}; {options.rounds} rounds\n")
             print(table(figures), flush=True)
             if victims and not place:
-                found["kills"] = systems[0].kill(load, victims, options.seed + 800_000)
-                print(
-                    f"\n{names[0]}, processes killed under the load\n\n{serving_kills.table(found['kills'])}",
-                    flush=True,
-                )
+                with ready(systems[0]):
+                    found["kills"] = systems[0].kill(load, victims, options.seed + 800_000)
+                killed = serving_kills.table(found["kills"])
+                print(f"\n{names[0]}, processes killed under the load\n\n{killed}", flush=True)
             if options.out:
                 about = {"machine": facts(), "dtype": DTYPE, "options": vars(options) | {"out": str(options.out)}}
                 options.out.write_text(json.dumps({**about, "loads": found}, indent=1))
