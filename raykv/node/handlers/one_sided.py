@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 from raykv.config import NodeConfig, nixl_backends, rdma_devices
 from raykv.node.handlers.nixl import NixlHandler
@@ -13,6 +14,10 @@ from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import messages
 from raykv.storage.store import Store
 from raykv.transport.base import Reply
+
+AFTER_S: Final = 1.0
+"""A node serves for this long before it opens devices and registers memory. This takes processor time, which the first
+requests after a restart need."""
 
 
 class OneSidedHandler:
@@ -31,10 +36,12 @@ class OneSidedHandler:
         self, stopping: threading.Event, add_endpoint: Callable[[str, str], None]
     ) -> dict[str, Callable[[], None]]:
         """Return what must run on threads of its own until `stopping` is set and `wake` was called."""
-        return {
-            "rdma": partial(self._rdma.run, stopping, partial(add_endpoint, "rdma")),
-            "nixl": partial(self._nixl.run, stopping, partial(add_endpoint, "nixl")),
-        }
+
+        def later(run: Callable[[threading.Event, Callable[[str], None]], None], name: str) -> None:
+            if not stopping.wait(AFTER_S):
+                run(stopping, partial(add_endpoint, name))
+
+        return {"rdma": partial(later, self._rdma.run, "rdma"), "nixl": partial(later, self._nixl.run, "nixl")}
 
     def _find(self, request: messages.Find, session: NodeSession) -> Reply:
         registered = self._nixl.exports() if request.nixl else session.require_queue_pairs()

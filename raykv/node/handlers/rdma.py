@@ -44,7 +44,7 @@ class RdmaHandler:
     def run(self, stopping: threading.Event, on_open: Callable[[str], None]) -> None:
         """Open the devices, and register memory until the node stops. Returns at once if there is no device.
 
-        This takes long, because pyverbs has to be imported. So the node serves already, and peers use TCP.
+        This takes long. So the node serves already, and peers use TCP.
 
         Args:
             stopping: Set when the node stops. Then `wake` must be called.
