@@ -3,6 +3,7 @@
 Eviction itself writes nothing. So no `put` waits for a disk.
 """
 
+import math
 import threading
 import time
 from collections import Counter
@@ -25,8 +26,10 @@ AHEAD_SHARE: Final = 0.125
 AHEAD_NBYTES: Final = 1 << 30
 MOST_AHEAD_SHARE: Final = 0.5
 """The chunks that eviction takes next are demoted in advance: AHEAD_SHARE of the arena, or AHEAD_NBYTES if that is
-more, at most MOST_AHEAD_SHARE of the arena. A larger burst of puts may evict chunks before a tier has written them. An
-engine stores all chunks of a step at once: some MB to 1 GB, whatever the size of the arena."""
+more, at most MOST_AHEAD_SHARE of the arena for all tiers together. Tiers write no more than that at once, because what
+they write stays in memory: a put must find room while a drive hangs. A larger burst of puts may evict chunks before a
+tier has written them. An engine stores all chunks of a step at once: some MB to 1 GB, whatever the size of the arena.
+"""
 NEW_SHARE: Final = 32
 """Demotion is due when more than 1 / NEW_SHARE of the store's chunks are new since the last `demote`."""
 STEP_CHUNKS: Final = 1024
@@ -50,8 +53,9 @@ class Demotion:
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
         self._admissions = {tier: Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers}
-        self._ahead = min(MOST_AHEAD_SHARE, max(AHEAD_SHARE, AHEAD_NBYTES / store.arena.nbytes))
-        self._writing = 0  # number of chunks that tiers are writing
+        most = MOST_AHEAD_SHARE / max(1, len(tiers))
+        self._ahead = min(most, max(AHEAD_SHARE, AHEAD_NBYTES / store.arena.nbytes))
+        self._writing = dict.fromkeys(tiers, 0)  # number of chunks that each tier is writing
         self._barred: Counter[int | bytes] = Counter()  # quota groups and keys that are being deleted right now
         self._committed = 0  # `store.counters.committed` at the last `demote`
         self.demoted = 0
@@ -64,7 +68,7 @@ class Demotion:
 
     @property
     def writing(self) -> bool:
-        return self._writing > 0
+        return any(self._writing.values())
 
     def demote(self) -> None:
         """Begin to write to the tiers the chunks that memory will evict next. Call this whenever it is `due`."""
@@ -95,6 +99,7 @@ class Demotion:
             # A chunk that was evicted and then stored again was requested twice: that counts as a read.
             evicted_before = store.eviction_log.find(keys).reasons == Reason.EVICTED
             reads = columns.frequency[rows].astype(np.int64) + evicted_before
+            room = max(0, math.ceil(self._ahead * store.chunks) - self._writing[tier])
         missing = ~tier.has(keys)
         missing[missing] = admission.admit(
             reads[missing],
@@ -103,7 +108,8 @@ class Demotion:
             now_s=now_s,
             priority=priority[missing],
         )
-        chosen = np.flatnonzero(missing)
+        chosen, later = np.split(np.flatnonzero(missing), [room])
+        admission.spend(-int(sizes[later].sum()), now_s=now_s)
         for first in range(0, len(chosen), STEP_CHUNKS):
             some = chosen[first : first + STEP_CHUNKS]
             chunks, taken = self.write(tier, rows[some], keys[some])
@@ -117,12 +123,12 @@ class Demotion:
 
         Returns the offered chunks, and how many of them the tier took.
         """
-        chunks, pinned = self._pin(rows, keys)
-        taken = tier.write(chunks, self._written(pinned)) if chunks else 0
-        self._unpin(pinned[taken:])
+        chunks, pinned = self._pin(tier, rows, keys)
+        taken = tier.write(chunks, self._written(tier, pinned)) if chunks else 0
+        self._unpin(tier, pinned[taken:])
         return chunks, taken
 
-    def _pin(self, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], Rows]:
+    def _pin(self, tier: Tier, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], Rows]:
         store, columns, now_s = self._store, self._store.table.columns, time.monotonic()
         today_s = time.time() - now_s
         with self._lock:
@@ -133,7 +139,7 @@ class Demotion:
             pinned = store.pin(keys[wanted], now_s=now_s, touch=False)
             here = pinned.rows >= 0
             rows = pinned.rows[here]
-            self._writing += len(rows)
+            self._writing[tier] += len(rows)
             parents = live_parents(columns, rows)
             parent_keys = raw_keys(store.table.keys_of(parents))
             fields = zip(
@@ -150,18 +156,18 @@ class Demotion:
             )
             return [Chunk(*each) for each in fields], rows
 
-    def _written(self, rows: Rows) -> Written:
+    def _written(self, tier: Tier, rows: Rows) -> Written:
         def done(chunks: Sequence[Chunk], written: Sequence[bool]) -> None:
-            self._unpin(rows[: len(chunks)])
+            self._unpin(tier, rows[: len(chunks)])
             self.demoted += sum(written)
             self._on_written(key_array([chunk.key for chunk in chunks]))
 
         return done
 
-    def _unpin(self, rows: Rows) -> None:
+    def _unpin(self, tier: Tier, rows: Rows) -> None:
         with self._lock:
             self._store.unpin(rows)
-            self._writing -= len(rows)
+            self._writing[tier] -= len(rows)
 
     @contextmanager
     def barring(self, keys: KeyArray | None = None, *, group: int | None = None) -> Iterator[None]:

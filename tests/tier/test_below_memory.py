@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import raykv
@@ -161,6 +162,13 @@ def test_deleted_and_dropped_chunks_are_removed_from_the_tiers_too(cluster):
     assert get(other, names(10, "others")) == 10
 
 
+def in_use(cluster: EmbeddedCluster) -> str:
+    """Return what keeps the first node's memory from being evicted."""
+    node = cluster.nodes[0]
+    columns = node.store.table.columns
+    return f"rows by state {np.bincount(columns.state)}, pinned {np.count_nonzero(columns.pins)}, {node.mover.stats()}"
+
+
 @pytest.mark.slow
 def test_without_its_directory_the_tier_is_off_and_requests_go_on(tmp_path):
     with cluster_on(tmp_path / "drive") as cluster:
@@ -170,7 +178,7 @@ def test_without_its_directory_the_tier_is_off_and_requests_go_on(tmp_path):
         began_s = time.monotonic()
         for start in range(0, 200, 10):
             some = names(10, f"more-{start}")
-            assert put(client, some) == 10
+            assert put(client, some) == 10, in_use(cluster)
             assert get(client, some) == 10
             get(client, names(20)[start // 10 :][:1])
         assert time.monotonic() - began_s < 60.0

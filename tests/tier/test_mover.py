@@ -39,6 +39,18 @@ def test_half_of_a_small_arena_is_written_in_advance():
     assert house.below(names) == [True] * 8 + [False] * 7
 
 
+def test_a_tier_that_hangs_takes_half_of_a_small_arena_and_no_more():
+    house = House(low_water=0.0, high_water=0.01)
+    names = house.fill()
+    house.read(names)
+    for number in range(5):
+        house.mover.demote()
+        more = [f"more-{number}-{place}" for place in range(4)]
+        house.put(more, 60_000, chained=False)
+        assert all(house.read(more)), "a put finds room"
+    assert 0 < house.pins() <= 8
+
+
 def test_chunks_that_were_read_are_written_before_their_turn_and_others_are_not(house):
     names = house.fill()
     house.read(names[:1])
