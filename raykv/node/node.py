@@ -24,10 +24,10 @@ from raykv.config import GIB, NodeConfig, nic_names
 from raykv.errors import ConfigError, DamagedError, RayKVError, TransientError, UsageError
 from raykv.membership.membership import MembershipPort
 from raykv.memory.cgroup import memory_limit
-from raykv.memory.host import give_way
 from raykv.memory.recovery import require_sound
 from raykv.metrics import Histogram
 from raykv.node.announcer import Announcer
+from raykv.node.background import BackgroundThreads
 from raykv.node.drain import Drain
 from raykv.node.handlers.admin import AdminHandler
 from raykv.node.handlers.locate import LocateHandler
@@ -62,6 +62,8 @@ JOIN_S: Final = 5.0
 FIRST_BEAT_S: Final = 0.5
 """A node serves after its first heartbeat, which drops chunks of namespaces that were dropped while it was away. If the
 directory does not answer within this time, the node serves without."""
+FIRST_REQUESTS_S: Final = 0.2
+"""After a restart, the node serves for this long before it starts the other background threads."""
 
 
 class Node:
@@ -78,7 +80,6 @@ class Node:
         handlers: Maps the type of a request to the function that serves it.
         reconciler: Applies the cluster's list of namespaces to this node.
         member: The node's entry in the view. `start` sets it.
-        failure: The exception that ended a background thread; None if all threads run.
     """
 
     def __init__(self, config: NodeConfig, *, secret: bytes, membership: MembershipPort) -> None:
@@ -106,8 +107,8 @@ class Node:
         self.config, self._tls = config, tls
         self._keys = KeyStore(secret, keyring_path(config.file_prefix))
         self._membership = membership
-        self.failure: BaseException | None = None
         self.lock, self._stopping = threading.Lock(), threading.Event()
+        self._background = BackgroundThreads(config.node_id, self._stopping)
         changed, due = threading.Event(), threading.Event()
         self._events, self._suspicious = (changed, due), threading.Event()
         store = self.store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
@@ -130,7 +131,6 @@ class Node:
         self._times: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._bug_log = LogLimit(log)
         self._servers: list[SocketServer] = []
-        self._threads: list[threading.Thread] = []
         self._asked = threading.Event()  # set after the first heartbeat
 
     def _handlers(self, reads: ReadHandler) -> HandlerTable:
@@ -170,21 +170,26 @@ class Node:
             incarnation=time.time_ns(),
         )
         self._announcer.resume(self._last_view())
-        for name, task in {
-            "heartbeat": self._beat_until_stopped,
+        self._background.start("heartbeat", self._beat_until_stopped)
+        self._asked.wait(FIRST_BEAT_S)
+        for server in self._servers:
+            server.serve()
+        self._background.start("starter", self._run_others)
+
+    def _run_others(self) -> None:
+        """Start the other background threads. After a restart, the first requests have the processor before them."""
+        if self.store.recovered and self._stopping.wait(FIRST_REQUESTS_S):
+            return
+        tasks: dict[str, Callable[[], None]] = {
             "announcer": partial(self._announcer.run, self._stopping),
             "announcer-slow": partial(self._announcer.run_slow, self._stopping),
             "reclaimer": partial(self._reclaimer.run, self._stopping),
             "replicas": partial(self.replicas.run, self._stopping),
             "spreader": partial(self._spreader.run, self._stopping),
             **self._one_sided.tasks(self._stopping, self._add_endpoint),
-        }.items():
-            thread = threading.Thread(target=self._run_task, args=(task,), name=f"raykv-{name}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        self._asked.wait(FIRST_BEAT_S)
-        for server in self._servers:
-            server.serve()
+        }
+        for name, task in tasks.items():
+            self._background.start(name, task)
 
     def _listen(self, address: str) -> str:
         """Open a socket. Returns its address with the actual port. Raises ConfigError if that is impossible."""
@@ -235,8 +240,7 @@ class Node:
         self._wake_all()
         for server in self._servers:
             server.close()
-        for thread in self._threads:
-            thread.join(timeout=JOIN_S)
+        self._background.join(JOIN_S)
         if leave:  # after the last heartbeat, which would make the node a member again
             try:
                 self._membership.leave(self.config.node_id)
@@ -249,15 +253,6 @@ class Node:
         if unlink and self.config.file_prefix is not None:
             remove_all_files(self.config.file_prefix)
         self.store.close()
-
-    def _run_task(self, task: Callable[[], None]) -> None:
-        give_way()
-        try:
-            task()
-        except BaseException as error:
-            if not self._stopping.is_set():
-                log.critical("node %s: a background thread died", self.config.node_id, exc_info=True)
-                self.failure = error
 
     def _beat_until_stopped(self) -> None:
         self._beat()
@@ -284,7 +279,7 @@ class Node:
                 table.rebuild_index(table.ready_rows())
         except DamagedError as error:
             log.critical("%s", error)
-            self.failure = error
+            self._background.failure = error
 
     def _beat(self) -> None:
         """Send a heartbeat to the directory. Apply the secrets, the view and the list of namespaces in the answer."""
@@ -331,6 +326,11 @@ class Node:
     def view(self) -> View:
         """The newest view (list of members) that the node knows."""
         return self._announcer.view
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended a background thread; None if all threads run."""
+        return self._background.failure
 
     @property
     def stopped(self) -> bool:
@@ -428,10 +428,7 @@ class Node:
             self.drain.started.set()
         if first:
             self.member = msgspec.structs.replace(self.member, weight=0.0)  # the next heartbeat sends it
-            task = partial(self.drain.run, request.nbytes_per_s, self._stopping)
-            thread = threading.Thread(target=self._run_task, args=(task,), name="raykv-drain", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._background.start("drain", partial(self.drain.run, request.nbytes_per_s, self._stopping))
         return Reply(messages.Done())
 
     def _attach(self, request: messages.Attach, session: NodeSession) -> Reply:

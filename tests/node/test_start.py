@@ -13,6 +13,7 @@ from raykv.embedded import InProcessMembership
 from raykv.errors import ConfigError, PeerUnavailable
 from raykv.memory import arena
 from raykv.memory.arena import sized_by_share
+from raykv.node import node as node_module
 from raykv.node import reclaimer
 from raykv.node.node import Node
 from raykv.node.reclaimer import QUIET_S
@@ -194,3 +195,34 @@ def test_a_node_serves_although_the_directory_hangs(shm_dir):
     finally:
         end.set()
         node.stop(unlink=True)
+
+
+def test_a_restarted_node_answers_before_it_starts_its_other_threads(shm_dir, monkeypatch):
+    monkeypatch.setattr(node_module, "FIRST_REQUESTS_S", 600.0)
+    storage = StorageConfig.load({"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "shm_dir": shm_dir})
+    config = NodeConfig(node_id="n", storage=storage)
+
+    def started() -> Node:
+        made = Node(config, secret=b"", membership=InProcessMembership(member_timeout_s=5.0))
+        made.start()
+        return made
+
+    def reclaimers() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name == "raykv-reclaimer"]
+
+    node = started()
+    wait_until(reclaimers)  # nothing can be read from a new node, so it waits for nothing
+    peer = Peer(node).open()
+    peer.commit(peer.filled(["a chunk"], 4096))
+    peer.close()
+    node.stop()
+    assert not reclaimers()
+    node = started()
+    try:
+        assert node.store.recovered == 1
+        assert Peer(node).ask(messages.Read(keys_of(["a chunk"]))).nbytes != bytes(4)
+        assert not reclaimers()
+    finally:
+        began_s = time.monotonic()
+        node.stop(unlink=True)
+    assert time.monotonic() - began_s < 60.0, "the threads that were not started yet do not delay the end"
