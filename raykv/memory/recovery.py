@@ -50,9 +50,9 @@ def recover(table: Table) -> Recovered:
     Raises:
         LostError: The table contradicts itself. The message names the contradiction. The table is unchanged.
     """
-    columns, populated = table.columns, slice(0, table.rows_populated)
-    generations, state = columns.generation[populated].copy(), columns.state[populated]
-    _require(table, len(state) > 0, "no rows have real memory")
+    _require(table, table.rows_populated > 0, "no rows have real memory")
+    columns, used = table.columns, slice(0, _used_rows(table))
+    generations, state = columns.generation[used].copy(), columns.state[used]
     _require(table, state.max() <= max(RowState), "rows in unknown states")
     odd = (generations & 1).astype(np.bool_)
     quarantined = odd & (state != RowState.FREE)
@@ -65,11 +65,12 @@ def recover(table: Table) -> Recovered:
     with table.changing() as was_dirty:
         columns.generation[deleted] |= 1
         state[:] = np.uint8(RowState.READY) * is_ready + np.uint8(RowState.QUARANTINED) * quarantined
-        columns.pins[populated] = 0
+        columns.pins[used] = 0
+        columns.children[used] = 0
+        _clear_unused(table, used.stop)
         if was_dirty or not _index_is_exact(table, ready):
             table.rebuild_index(ready)
         columns.parent[unfinished] = -1
-        columns.children[populated] = 0
         for block in blocks(len(ready)):
             _relink(table, ready[block], generations)
         table.header["incarnation"] += 1
@@ -97,6 +98,27 @@ def require_sound(table: Table) -> None:
         _check(table, *(np.flatnonzero(which).astype(np.int32) for which in (is_ready, others)))
     except LostError as error:
         raise DamagedError(str(error)) from None
+
+
+def _used_rows(table: Table) -> int:
+    """Return the number of rows up to the last one that is or was in use, but at least 1.
+
+    Many more rows may have real memory. Recovery does not work on these, because nobody can read anything meanwhile.
+    """
+    columns = table.columns
+    for block in reversed([*blocks(table.rows_populated)]):
+        used = (columns.generation[block] != 0) | (columns.state[block] != RowState.FREE)
+        if used.any():
+            return int(block.stop - used[::-1].argmax())
+    return 1
+
+
+def _clear_unused(table: Table, used: int) -> None:
+    """Remove pins and children from rows that were never in use. Only damage can have put them there."""
+    for column in (table.columns.pins, table.columns.children):
+        unused = column[used : table.rows_populated]
+        if unused.any():
+            unused[:] = 0
 
 
 def _check(table: Table, ready: Rows, unfinished: Rows) -> Recovered:
@@ -153,7 +175,7 @@ def _index_is_exact(table: Table, ready: Rows) -> bool:
     Compares the number of entries, their sum and the sum of their squares. Damage almost always changes one of these.
     """
     index, expected = table.index, ready + np.int32(FIRST)
-    table.removed = removed = int(np.count_nonzero(index == REMOVED))
+    table.removed = removed = sum(int(np.count_nonzero(index[block] == REMOVED)) for block in blocks(len(index)))
     if np.count_nonzero(index) - removed != len(ready):
         return False
     sums = index.sum() - removed, index.dot(index) - np.int32(removed)
