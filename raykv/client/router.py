@@ -178,7 +178,7 @@ class Router:
             self._cluster, pool.epoch, self._view = attached.cluster, 0, View()
             for pipeline in pipelines:
                 pipeline.epoch = 0
-        stale = max([pool.epoch, *(pipeline.epoch for pipeline in pipelines)]) > self._view.epoch
+        stale = self._newest_epoch > self._view.epoch
         failures = self._local_failed or pool.failures != self._failures
         failed = failures and time.monotonic() >= self._retry_at_s
         if stale or failed or not self._view.members:
@@ -191,6 +191,23 @@ class Router:
             # Failures of the refresh itself cause no further refresh.
             self._failures, self._local_failed = pool.failures, False
         return self._view
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this host's node is the only member and has no tiers. False if there is a newer view.
+
+        If so, `Client.locate` finds all chunks with a `timeout_s` of 0.
+        """
+        if self.local is None or self._newest_epoch > self._view.epoch:
+            return False
+        attached = self.local.attached
+        return not attached.tiers and [member.node_id for member in self._view.members] == [attached.node_id]
+
+    @property
+    def _newest_epoch(self) -> int:
+        """The greatest epoch in any answer so far."""
+        pipelines = [each.pipeline for each in (self.local, self.writer) if each is not None]
+        return max([self.pool.epoch, *(pipeline.epoch for pipeline in pipelines)])
 
     def refresh(self, deadline_s: float, *, here: bool = True) -> View:
         """Fetch the view from the first node that answers: see `ask_any`, also for `here`.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -24,6 +25,7 @@ from raykv.integrations.routing.report import EngineReport, ReplicaReport, path_
 from raykv.integrations.routing.routes import Choice, Routes
 from raykv.integrations.routing.segments import SEGMENT_CHARS, Cutter, cut_tokens, prefix_keys
 from raykv.integrations.routing.trail import MAX_TRAIL, Routed, Trail, find
+from tests.support.nodes import wait_until
 
 CHUNK_TOKENS = 64
 CHUNK_NBYTES = 1 << 20
@@ -539,6 +541,43 @@ def test_the_owners_name_the_holders():
             hurried.close()
 
         asyncio.run(run())
+
+
+def test_nobody_is_asked_when_the_pool_is_the_memory_of_this_host():
+    names = [b"%d" % n for n in range(6)]
+    with raykv.embedded(1, arena_nbytes="4 MiB", extent_nbytes="1 MiB", heartbeat_s=0.05) as cluster:
+        client = cluster.client(NAMESPACE, node=0)
+        client.put(names[:4], [b"x" * 100] * 4)
+        cluster.settle()
+        client.locate(names)  # now the client knows the view
+
+        async def find(count: int) -> tuple[Run, ...] | None:
+            hurried = ChunkFinder(1e-9)  # a call would be late
+            try:
+                return await hurried.find(client, names[:count], all_near=False)
+            finally:
+                hurried.close()
+
+        assert client.router.is_alone
+        assert asyncio.run(find(6)) == (Run(4, (client.router.local_id,)),)
+        cluster.add()
+        cluster.settle()
+
+        def is_not_alone() -> bool:
+            client.add_to_trail([])  # any answer tells that the view is old
+            return not client.router.is_alone
+
+        wait_until(is_not_alone)
+        assert asyncio.run(find(6)) is None, "the other node is asked"
+
+
+@pytest.mark.parametrize("with_tier", [False, True])
+def test_a_tier_may_have_what_memory_has_not(tmp_path: Path, with_tier: bool):
+    ssd = {"paths": [str(tmp_path)], "capacity_nbytes": "64 MiB", "segment_nbytes": "4 MiB"} if with_tier else None
+    with raykv.embedded(1, arena_nbytes="4 MiB", extent_nbytes="1 MiB", ssd=ssd) as cluster:
+        client = cluster.client(NAMESPACE, node=0)
+        client.locate(["a"])
+        assert client.router.is_alone != with_tier
 
 
 def test_the_trail_of_a_request_can_be_found():

@@ -85,6 +85,8 @@ class ChunkFinder:
     async def find(self, client: "Client", names: Sequence[bytes], *, all_near: bool) -> tuple[Run, ...] | None:
         """Return the stored prefix of these chunks. None: raykv has not answered in time, or is busy.
 
+        There is no call if the pool is this host's memory alone.
+
         Args:
             all_near: Whether all engines are on this host. Then there is no call if most chunks are in its memory.
         """
@@ -94,10 +96,9 @@ class ChunkFinder:
         keys = client.keys([names[place] for place in places])
         here = client.locate(keys, timeout_s=0.0)
         local = [() if each is None else (each.node_id,) for each in here]
-        if all_near:
-            runs = runs_of(places, local, [False] * len(places))
-            if runs and runs[-1].stop >= HERE_SHARE * len(names):
-                return runs
+        runs = runs_of(places, local, [False] * len(places))
+        if client.router.is_alone or (all_near and runs and runs[-1].stop >= HERE_SHARE * len(names)):
+            return runs
         if self._calls >= MAX_CALLS:
             return None
         self._calls += 1
