@@ -51,7 +51,7 @@ def recover(table: Table) -> Recovered:
         LostError: The table contradicts itself. The message names the contradiction. The table is unchanged.
     """
     _require(table, table.rows_populated > 0, "no rows have real memory")
-    columns, used = table.columns, slice(0, _used_rows(table))
+    columns, used = table.columns, slice(0, max(1, table.rows_used()))
     generations, state = columns.generation[used].copy(), columns.state[used]
     _require(table, state.max() <= max(RowState), "rows in unknown states")
     odd = (generations & 1).astype(np.bool_)
@@ -98,19 +98,6 @@ def require_sound(table: Table) -> None:
         _check(table, *(np.flatnonzero(which).astype(np.int32) for which in (is_ready, others)))
     except LostError as error:
         raise DamagedError(str(error)) from None
-
-
-def _used_rows(table: Table) -> int:
-    """Return the number of rows up to the last one that is or was in use, but at least 1.
-
-    Many more rows may have real memory. Recovery does not work on these, because nobody can read anything meanwhile.
-    """
-    columns = table.columns
-    for block in reversed([*blocks(table.rows_populated)]):
-        used = (columns.generation[block] != 0) | (columns.state[block] != RowState.FREE)
-        if used.any():
-            return int(block.stop - used[::-1].argmax())
-    return 1
 
 
 def _clear_unused(table: Table, used: int) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from raykv.errors import ConfigError, LostError
 from raykv.memory.arena import SharedMemory
+from raykv.memory.free_rows import blocks
 from raykv.memory.index import HashIndex
 from raykv.memory.layout import (
     COLUMNS,
@@ -208,9 +209,18 @@ class Table(HashIndex):
     def keys_of(self, rows: Rows) -> KeyArray:
         return np.stack([self.columns.key_hi[rows], self.columns.key_lo[rows]], axis=1)
 
+    def rows_used(self) -> int:
+        """Return the number of rows up to the last one that is or was in use. Many more rows may have real memory."""
+        generation, state = self.columns.generation, self.columns.state
+        for block in reversed([*blocks(self.rows_populated)]):
+            if generation[block].any() or state[block].any():
+                used = (generation[block] != 0) | (state[block] != RowState.FREE)
+                return int(block.stop - used[::-1].argmax())
+        return 0
+
     def ready_rows(self) -> Rows:
         """Return all READY rows. This is slow, because it scans all rows."""
-        generation, state = (part[: self.rows_populated] for part in (self.columns.generation, self.columns.state))
+        generation, state = (part[: self.rows_used()] for part in (self.columns.generation, self.columns.state))
         ready = (generation & 1 == 0) & (generation != 0) & (state != RowState.PENDING_DELETE)
         return np.flatnonzero(ready).astype(np.int32)
 
