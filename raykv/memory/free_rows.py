@@ -22,7 +22,7 @@ class FreeRows:
     """
 
     def __init__(self, busy: Bits, *, rows: int, limit: int) -> None:
-        """Make the list. `busy`: for each row below `limit`, whether the row is in use. `rows`: size of the table."""
+        """Make the list. `busy`: whether a row is in use, for the first rows. `rows`: size of the table."""
         free_at_end = int(busy[::-1].argmax()) if busy.any() else len(busy)
         self.fresh, self.limit = len(busy) - free_at_end, limit
         self._stack: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)

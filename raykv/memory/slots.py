@@ -100,7 +100,7 @@ class Slots:
     def enter(self, rows: Rows, places: Places) -> bool:
         """Record that these rows have these slots. Returns False if two rows have the same slot."""
         entries = rows + np.int32(1)
-        taken = self._row_at[places.numbers].any()
+        taken = self._used.any() and self._row_at[places.numbers].any()
         self._row_at[places.numbers] = entries
         self._used += np.bincount(places.extents, minlength=len(self._used))
         return not taken and bool((self._row_at[places.numbers] == entries).all())

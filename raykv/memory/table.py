@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from raykv.errors import ConfigError, LostError
 from raykv.memory.arena import SharedMemory
-from raykv.memory.free_rows import blocks
 from raykv.memory.index import HashIndex
 from raykv.memory.layout import (
     COLUMNS,
@@ -39,6 +38,8 @@ from raykv.types import Bits, KeyArray, Rows
 
 MAX_MADE_AT_S: Final = 1e10
 """Largest time of the monotonic clock at which a table can have been made, in seconds (300 years)."""
+SCANNED_ROWS: Final = 1 << 14
+"""`Table.rows_used` looks at this many rows at a time, so that its arrays are small."""
 RESTORED: Final = tuple(name for name in HEADER.names or () if name not in ("incarnation", "dirty", "recording"))
 """The fields of the header that `Table.restore_header` restores."""
 
@@ -212,10 +213,11 @@ class Table(HashIndex):
     def rows_used(self) -> int:
         """Return the number of rows up to the last one that is or was in use. Many more rows may have real memory."""
         generation, state = self.columns.generation, self.columns.state
-        for block in reversed([*blocks(self.rows_populated)]):
-            if generation[block].any() or state[block].any():
-                used = (generation[block] != 0) | (state[block] != RowState.FREE)
-                return int(block.stop - used[::-1].argmax())
+        for stop in range(self.rows_populated, 0, -SCANNED_ROWS):
+            part = slice(max(0, stop - SCANNED_ROWS), stop)
+            used = (generation[part] != 0) | (state[part] != RowState.FREE)
+            if used.any():
+                return stop - int(used[::-1].argmax())
         return 0
 
     def ready_rows(self) -> Rows:

@@ -50,7 +50,7 @@ class Allocator:
         """Take over the rows that recovery found ready or quarantined. All other rows are free."""
         self._table, self.slots = table, found.slots
         self._arena_nbytes, self._low_water = config.extents * config.extent_nbytes, config.low_water
-        busy = table.columns.state[: table.rows_populated] != RowState.FREE
+        busy = table.columns.state[: table.rows_used()] != RowState.FREE
         self.free_rows = FreeRows(busy, rows=table.rows, limit=table.rows_populated)
         self.used_nbytes, self.lent_nbytes = found.used_nbytes, np.zeros(MAX_NAMESPACES, np.int64)
         self.transit_nbytes, self.chunks = 0, len(found.ready)
