@@ -171,12 +171,15 @@ class Node:
         )
         self._announcer.resume(self._last_view())
         self._background.start("heartbeat", self._beat_until_stopped)
+        if not self.store.recovered:
+            self._start_others()
         self._asked.wait(FIRST_BEAT_S)
         for server in self._servers:
             server.serve()
-        self._background.start("starter", self._run_others)
+        if self.store.recovered:
+            self._background.start("starter", self._start_others)
 
-    def _run_others(self) -> None:
+    def _start_others(self) -> None:
         """Start the other background threads. After a restart, the first requests have the processor before them."""
         if self.store.recovered and self._stopping.wait(FIRST_REQUESTS_S):
             return

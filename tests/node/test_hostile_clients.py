@@ -105,12 +105,11 @@ def test_one_connection_pins_at_most_its_share_and_the_rest_stays_evictable(node
 
 
 def test_a_connection_that_holds_leases_and_says_nothing_is_closed(monkeypatch):
+    monkeypatch.setattr(sessions, "LEASE_IDLE_S", 1.0)
     with running_node(io_timeout_s=0.1) as node, raykv.connect(SPACE, address=node.config.local_address) as client:
         store = node.store
         put(client, ["a"])
         assert store.lent_nbytes > 0, "the client's pool"
-        monkeypatch.setattr(sessions, "LEASE_IDLE_S", 1.0)
-        put(client, ["c"])  # from now on the node waits for so long
         wait_until(lambda: store.lent_nbytes == 0)
         pins = client.pin(["a"])
         assert pins.valid()
