@@ -222,7 +222,8 @@ class Table(HashIndex):
 
     def ready_rows(self) -> Rows:
         """Return all READY rows. This is slow, because it scans all rows."""
-        generation, state = (part[: self.rows_used()] for part in (self.columns.generation, self.columns.state))
+        used = self.rows_used()  # once, because other threads may use more rows meanwhile
+        generation, state = self.columns.generation[:used], self.columns.state[:used]
         ready = (generation & 1 == 0) & (generation != 0) & (state != RowState.PENDING_DELETE)
         return np.flatnonzero(ready).astype(np.int32)
 

@@ -1,5 +1,8 @@
 """The table's index compared with a dict."""
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -153,6 +156,27 @@ def test_readers_find_all_keys_while_the_index_is_rebuilt():
     for _ in range(3):
         model.rebuild([])
         assert (reader.find(keys_of(range(10))) >= 0).all()
+
+
+def test_ready_rows_are_found_while_more_rows_are_used():
+    interval_s = sys.getswitchinterval()
+    made = table(1 << 16)
+
+    def use() -> None:
+        for row in range(made.rows_populated):
+            made.columns.generation[row] = 2
+
+    thread = threading.Thread(target=use)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        while thread.is_alive():
+            rows = made.ready_rows()
+            assert rows.tolist() == list(range(len(rows)))
+    finally:
+        sys.setswitchinterval(interval_s)
+        thread.join()
+    assert len(made.ready_rows()) == made.rows_populated
 
 
 def fill_index(made: Table, rows: int) -> None:
