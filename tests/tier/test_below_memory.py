@@ -178,7 +178,8 @@ def test_without_its_directory_the_tier_is_off_and_requests_go_on(tmp_path):
         began_s = time.monotonic()
         for start in range(0, 200, 10):
             some = names(10, f"more-{start}")
-            assert put(client, some) == 10, in_use(cluster)
+            result = client.put(some, [content(name) for name in some])
+            assert result.stored == 10, f"{result}, {in_use(cluster)}"
             assert get(client, some) == 10
             get(client, names(20)[start // 10 :][:1])
         assert time.monotonic() - began_s < 60.0
