@@ -3,10 +3,10 @@
 The location index maps a key to its holders: the nodes that have the chunk. A hash ring assigns each key to one node,
 its owner, which keeps the key's entry. The view is the list of member nodes; the ring is computed from the view.
 
-Each connection has a thread, which runs the request handlers. Five background threads run the announcer (two of them),
-the heartbeat, the reclaimer and the copies of hot prefixes. Each tier has its own threads. One lock protects all
-changes of the store. No thread copies chunk bytes while it holds the lock. If a bug ends a background thread,
-`failure` is set, and the node's process exits with an error.
+Each connection has a thread, which runs the request handlers. Six background threads run the announcer (two of them),
+the heartbeat, the reclaimer, the copies of hot prefixes and the spreader. Each tier has its own threads. One lock
+protects all changes of the store. No thread copies chunk bytes while it holds the lock. If a bug ends a background
+thread, `failure` is set, and the node's process exits with an error.
 """
 
 import logging
