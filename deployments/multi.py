@@ -1,4 +1,4 @@
-"""Several models behind one OpenAI server of Ray Serve. All share one raykv pool, each in namespaces of its own.
+"""Several models behind one OpenAI server of Ray Serve. All share one raykv pool; other weights have other namespaces.
 
     serve run deployments/multi.yaml
 
