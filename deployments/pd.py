@@ -111,11 +111,6 @@ def build(args: PDArgs) -> Application:
         ConfigError: The raykv cluster runs already, with another size; or a field of `Targets` is wrong.
     """
     by_load = any(map(scales_by_load, (args.prefill_autoscaling, args.decode_autoscaling)))
-    if by_load and args.engine.get("data_parallel_size", 1) > 1:
-        raise ConfigError(
-            "field 'data_parallel_size': such engines scale by target_ongoing_requests; leave out target_queue_s and "
-            "target_slots"
-        )
     from ray.serve.llm import build_pd_openai_app  # imports vLLM, which takes seconds
 
     prefill = llm_config(
@@ -169,6 +164,11 @@ def llm_config(
     model = str(Path(args.model).resolve()) if local else args.model
     environment = {"HF_HUB_OFFLINE": "1"} if local else {}
     by_load = scales_by_load(autoscaling)
+    if by_load and args.engine.get("data_parallel_size", 1) > 1:
+        raise ConfigError(
+            "field 'data_parallel_size': such engines scale by target_ongoing_requests; leave out target_queue_s and "
+            "target_slots"
+        )
     environment |= REPORTS if by_load or args.router is not None else {}
     if args.device == "cpu":
         environment |= CPU_ENVIRONMENT

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 pytest.importorskip("ray")
 
-from deployments.pd import PDArgs, llm_config
+from deployments.pd import EngineArgs, PDArgs, llm_config
 from deployments.reuse import Reuse
 from raykv.errors import ConfigError
 from raykv.tools.cli import parser
@@ -180,6 +180,8 @@ def test_data_parallel_engines_do_not_scale_by_load():
 
     with pytest.raises(ConfigError, match="data_parallel_size"):
         build(PDArgs.model_validate({**pd_args(), "engine": {"data_parallel_size": 2}}))
+    with pytest.raises(ConfigError, match="data_parallel_size"):
+        llm_config(EngineArgs(model="m", engine={"data_parallel_size": 2}), 1, {}, autoscaling={"target_slots": 0.5})
 
 
 def multi_args() -> dict[str, Any]:
