@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import raykv
+from raykv.integrations.vllm import hand_off as hand_off_module
 from raykv.integrations.vllm import worker as worker_module
-from raykv.integrations.vllm.hand_off import NOTES
+from raykv.integrations.vllm.hand_off import NOTES, id_of
 from raykv.integrations.vllm.metadata import Load
 from raykv.integrations.vllm.worker import WorkerSide
 from raykv.protocol.ticket import HAND_OFF
@@ -144,6 +145,24 @@ def test_a_prefill_engine_that_stores_nothing_leaves_a_note(pair: MakePair, monk
     assert decode.loaded_tokens == 0
 
 
+def test_the_prompts_of_one_call_are_handed_over_each_for_itself(pair: MakePair):
+    """A call for completions with several prompts makes several requests with the same id of a hand-off."""
+    prefill, decode = pair()
+    prompts = {"short": [500 + token for token in range(STEP_TOKENS)], "long": PROMPT}
+    for name, prompt in prompts.items():
+        params = {"do_remote_prefill": True, HAND_OFF: "one call"}
+        decode.add(f"{name} decode", prompt, max_tokens=OUTPUT, salt="", params=params)
+    for name, prompt in prompts.items():
+        params = {"do_remote_decode": True, HAND_OFF: "one call"}
+        prefill.add(f"{name} prefill", prompt, max_tokens=1, salt="", params=params)
+        prefill.run()
+        until_s = time.monotonic() + 10 * hand_off_module.NOTE_POLL_S
+        while time.monotonic() < until_s:
+            decode.step()
+    finish(decode, "long")
+    assert decode.loaded_tokens == LOADABLE + (STEP_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 @pytest.mark.parametrize("ends", ["aborted", "skips the rest", "is killed"])
 def test_the_chunks_before_the_end_of_a_prefill_engine_are_used(
     pair: MakePair, ends: str, monkeypatch: pytest.MonkeyPatch
@@ -209,9 +228,10 @@ def test_a_forged_note_is_a_miss(pair: MakePair, cluster: raykv.EmbeddedCluster)
     client = cluster.client(NOTES)
     notes = [b"", b"{", b"7", b'["x"]', b'[{"runs": 3}]', b"[[[[", bytes(range(256))]
     for number, note in enumerate(notes):
-        client.put([str(number).encode()], [note.ljust(4096)], chained=False)
         assert decode.scheduler.reset_prefix_cache(reset_connector=True), "it must not find its own chunks"
         begin(None, decode, str(number))
+        name = id_of(decode.scheduler.requests[f"{number} decode"], BLOCK_TOKENS)
+        client.put([name.encode()], [note.ljust(4096)], chained=False)
         assert finish(decode, str(number)) < LONG_S / 3
     assert decode.loaded_tokens == 0
 

@@ -679,6 +679,15 @@ def test_the_trail_of_a_request_says_what_was_found_loaded_and_computed(model: P
     assert second.text.endswith(f"{chunks} chunks from node-0 by tcp); {rest} computed, 2 generated")
 
 
+def test_the_trail_of_a_request_that_ends_while_it_waits_says_so(model: Path, cluster: raykv.EmbeddedCluster):
+    engine = Engine(model, cluster.address(0), random.Random(1))
+    engine.add("waits", list(range(23)), max_tokens=2, salt="")
+    engine.abort("waits")
+    engine.close()
+    (only,) = cluster.client(raykv.Namespace(model="any")).trail("waits")
+    assert only.text == "engine: 23 prompt tokens; nothing looked up; it ended before the engine began with it"
+
+
 def test_orders_of_a_step_whose_block_tables_vllm_has_dropped_save_nothing(model: Path, cluster: raykv.EmbeddedCluster):
     """After the connector has built the orders of a step, vLLM drops the block tables of this step."""
     engine = Engine(model, cluster.address(0), random.Random(1))

@@ -38,10 +38,17 @@ NOTE_POLL_S: Final = 0.05
 """While a note is awaited, it is looked up at this interval."""
 
 
-def id_of(request: "Request") -> str:
-    """Return the id of the hand-off that a request belongs to. Empty if there is none, or if it is not valid."""
+def id_of(request: "Request", hash_tokens: int) -> str:
+    """Return the id of the hand-off that a request belongs to. Empty if there is none, or if it is not valid.
+
+    The prompts of one call for completions come with the same text. The hash of a prompt's last whole block tells them
+    apart; both engines have it.
+    """
     found = (request.kv_transfer_params or {}).get(HAND_OFF)
-    return found if isinstance(found, str) and len(found) <= MAX_HAND_OFF else ""
+    if not isinstance(found, str) or not 0 < len(found) <= MAX_HAND_OFF:
+        return ""
+    hashes = request.block_hashes[: request.num_prompt_tokens // hash_tokens]
+    return f"{found} {hashes[-1].hex() if hashes else ''}"
 
 
 class Notes:

@@ -62,7 +62,9 @@ def sentence(tracked: Tracked) -> str:
     role = "prefill" if hands_over(request) else "engine"
     found = max(lookup.found.hit.tokens - lookup.computed, 0) if lookup is not None else 0
     loaded = max(tracked.loaded - tracked.cached, 0)
-    parts = [f"{role}: {prompt} prompt tokens", f"{tracked.cached} in the engine's own cache"]
+    parts = [f"{role}: {prompt} prompt tokens"]
+    if tracked.started:
+        parts.append(f"{tracked.cached} in the engine's own cache")
     if found:
         assert lookup is not None
         held = next(iter(lookup.found.held.values()), {})
@@ -74,12 +76,12 @@ def sentence(tracked: Tracked) -> str:
         )
         known = "expected from a prefill engine" if lookup.found.is_expected else "found in raykv"
         parts.append(f"{found} {known} ({_counts(holders, 'chunks on')})")
-        if not tracked.loaded and not loaded:
+        if not loaded and tracked.started:
             parts.append("not loaded, because computing them was expected to be sooner or the load failed")
     else:
         parts.append("no more found in raykv" if lookup is not None else "nothing looked up")
     if loaded:
-        parts.append(f"{loaded} loaded")
+        parts.append(f"{loaded} loaded" if tracked.started else f"a load of {loaded} was ordered")
         if times is not None:
             paths = _counts(
                 Counter({f"{node} by {path}": chunks for node, path, chunks in times.sources}), "chunks from"
@@ -87,8 +89,11 @@ def sentence(tracked: Tracked) -> str:
             parts[-1] += f" in {1e3 * (times.ended_s - times.began_s):.0f} ms ({times.nbytes / 1e6:.1f} MB; {paths})"
             if lookup is not None and lookup.found.is_expected:
                 parts[-1] += f" from {_clock(times.began_s)} to {_clock(times.ended_s)}, while they were computed"
-    computed = prompt - max(tracked.cached, tracked.loaded)
-    parts.append(f"{max(computed, 0)} computed, {request.num_output_tokens} generated")
+    if tracked.started:
+        computed = prompt - max(tracked.cached, tracked.loaded)
+        parts.append(f"{max(computed, 0)} computed, {request.num_output_tokens} generated")
+    else:
+        parts.append("it ended before the engine began with it")
     if tracked.admission:
         parts.append(f"preempted {tracked.admission} times; the rest is since the last time")
     return "; ".join(parts)

@@ -153,7 +153,7 @@ class SchedulerSide:
             for group in self._groups.each
             if lookup.found.hit.ends[group.index]
         ]
-        hand_off = id_of(request) if lookup.found.is_expected else ""
+        hand_off = self._hand_off(request) if lookup.found.is_expected else ""
         load = Load(request.request_id, tracked.scope, parts, hand_off)
         self._ordered_loads.append(load)
         if not hand_off:  # its time would tell how fast the prefill engine is, not the path
@@ -210,6 +210,8 @@ class SchedulerSide:
             self.events.drop(lost)
         reused, self._reused = self._reused, set()
         state = step.kv_connector_block_state
+        for request_id in step.num_scheduled_tokens:
+            self._start(self.requests[request_id])
         if self._may_store and state is not None:
             for request_id, tokens in step.num_scheduled_tokens.items():
                 saves += self._saves(self.requests[request_id], tokens, state.resolve_block_ids)
@@ -242,7 +244,7 @@ class SchedulerSide:
                 self._ended.report(tracked)
             return None
         handed = self._hand_over(tracked) if is_completed else None
-        if hand_off := id_of(request):
+        if hand_off := self._hand_off(request):
             self._ended.leave_note(hand_off, (handed or {}).get("raykv", []))
         return handed
 
@@ -312,12 +314,22 @@ class SchedulerSide:
         return found
 
     def _begin_lookup(self, tracked: Tracked, prompt: Prompt) -> Future[Found]:
-        hand_off = id_of(tracked.request)
+        hand_off = self._hand_off(tracked.request)
         if hand_off and not tracked.admission and not hands_over(tracked.request):
             return self._prefills.begin(tracked.scope, prompt, hand_off)
         return self._lookups.begin(tracked.scope, prompt, record=tracked.lookup is None)
 
+    def _hand_off(self, request: "Request") -> str:
+        return id_of(request, self._groups.hash_tokens)
+
     # -- saves ----------------------------------------------------------------------------------------------------
+
+    def _start(self, tracked: Tracked) -> None:
+        """Note what a request begins with, when it is first scheduled."""
+        if not tracked.started:
+            tracked.start(tracked.request.num_computed_tokens)
+            # vLLM called `match` for whole blocks only. The request may also begin with a part of an old block.
+            tracked.mixed |= self._has_old_blocks and tracked.cached > 0
 
     def _saves(self, tracked: Tracked, tokens: int, resolve: Callable[[str], Sequence[Sequence[int]]]) -> list[Save]:
         """Order saves of chunks that are complete after the step's `tokens` tokens, and were not considered before.
@@ -329,10 +341,6 @@ class SchedulerSide:
             resolve: Returns the block ids of a request, by KV cache group. It is slow, and most steps do not need it.
         """
         request, groups = tracked.request, self._groups
-        if not tracked.started:
-            tracked.start(request.num_computed_tokens)
-            # vLLM called `match` for whole blocks only. The request may also begin with a part of an old block.
-            tracked.mixed |= self._has_old_blocks and tracked.cached > 0
         if tracked.mixed:
             return []
         known = min(request.num_computed_tokens + tokens, request.num_tokens)
@@ -348,7 +356,7 @@ class SchedulerSide:
                 continue
             tracked.offered[group.index] = full
             # A request that was handed over saves no cached chunks, because the prefill engine has just looked them up.
-            is_handed = _tickets_of(request) or (id_of(request) and not hands_over(request))
+            is_handed = _tickets_of(request) or (self._hand_off(request) and not hands_over(request))
             cached = range(offered, 0 if is_handed else min(full, tracked.cached // group.chunk_tokens))
             first = max(offered, max(tracked.cached, tracked.loaded) // group.chunk_tokens)
             computed = range(first, 0 if group.handed_over else full)
