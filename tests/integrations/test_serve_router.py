@@ -16,7 +16,7 @@ import raykv
 from raykv.errors import ConfigError
 from raykv.integrations.routing import reader as reader_module
 from raykv.integrations.routing import replicas, routes
-from raykv.integrations.routing.choice import RouterOptions
+from raykv.integrations.routing.choice import Estimate, RouterOptions
 from raykv.integrations.routing.locations import MAX_PROBES, ChunkFinder, Run, Stored, probes, runs_of
 from raykv.integrations.routing.prompts import Naming, PrefixEnd, Prefixes, Prompt
 from raykv.integrations.routing.reader import Reader
@@ -67,6 +67,9 @@ class Deployment:
         if not choice.wait_s:
             self.routes.begin(f"r{self.requests}", prompt, choice.order[0], self.now_s)
         return choice
+
+    def end(self, request_id: str) -> None:
+        self.routes.end(request_id, self.routes.chosen(request_id) or "", self.now_s)
 
 
 def prompt(*segments: str, tokens: int = 1000) -> Prompt:
@@ -165,14 +168,71 @@ def test_slower_engines_cost_more_but_chance_does_not_count():
     assert cheapest(0.0, 0.0) == {"a", "b"}
 
 
-def test_a_replica_without_requests_has_no_queue():
-    routes = Routes(RouterOptions(), Random(1))
-    routes.update({"a": report("na", queued_tokens=5000)}, 0.0)
-    chosen = routes.choose(prompt("s"), NOTHING, ["a"], wait_left_s=0, now_s=0.0).order[0]
-    routes.begin("r", prompt("s"), chosen, 0.0)
-    assert routes.replicas["a"].queue_s(0.5) > 4
-    routes.end("r", 0.5)
-    assert routes.replicas["a"].queue_s(0.5) == 0.0
+def test_the_end_of_a_request_takes_its_own_work_from_the_queue_and_not_that_of_other_routers():
+    for others_s in (0, 5):
+        routes = Routes(RouterOptions(), Random(1))
+        routes.update({"a": report("na")}, 0.0)
+        routes.begin("r", prompt("s", tokens=5000), _only(routes, prompt("s", tokens=5000)), 0.0)
+        assert routes.replicas["a"].queue_s(0.0) == pytest.approx(5.0)
+        routes.update({"a": report("na", queued_tokens=4000 + 1000 * others_s)}, 2.0)
+        assert routes.replicas["a"].queue_s(2.0) == pytest.approx(4.0 + others_s)
+        routes.end("r", "a", 3.0)
+        assert routes.replicas["a"].queue_s(3.0) == pytest.approx(others_s)
+
+
+def test_reports_end_a_queue_that_is_not_there_although_the_replica_is_never_idle():
+    """A decode replica always has open streams, and each request loads sooner than expected."""
+    deployment = Deployment(1, options={"role": "decode"}, seconds_per_byte={"na": 1e-12})
+    for second in range(100):
+        deployment.now_s = float(second)
+        for n in range(3):
+            deployment.send(prompt(f"{second} {n}", tokens=64_000))
+        deployment.end(f"r{3 * second - 30}")
+        deployment.routes.update({"a": report("na", filled_tokens=second)}, second + 0.5)
+    replica = deployment.routes.replicas["a"]
+    assert len(replica.ongoing) > 100
+    assert replica.queue_s(100.0) < 4 * 1.1, "at most what was sent within the last seconds"
+
+
+def test_a_report_does_not_hide_what_was_sent_just_before_it():
+    deployment = Deployment(1)
+    deployment.now_s = 10.0
+    deployment.send(prompt("on its way", tokens=5000))
+    deployment.routes.update({"a": report("na", queued_tokens=0)}, 10.2)
+    assert deployment.routes.replicas["a"].queue_s(10.2) == pytest.approx(4.8)
+    deployment.now_s = 10.5
+    deployment.send(prompt("after it", tokens=1000))
+    deployment.routes.update({"a": report("na", queued_tokens=3000)}, 12.0)
+    assert deployment.routes.replicas["a"].queue_s(12.0) == pytest.approx(3.0)
+
+
+def test_an_attempt_that_was_not_sent_leaves_nothing():
+    """While all replicas are full, Ray Serve asks again and again for the same request."""
+    deployment, text = Deployment(), prompt("prefix", "question")
+    before = {name: vars(each).copy() for name, each in deployment.routes.replicas.items()}
+    for attempt in range(50):
+        deployment.now_s = 0.1 * attempt
+        deployment.routes.withdraw("r")
+        choice = deployment.choose(text)
+        deployment.routes.begin("r", text, choice.order[0], deployment.now_s)
+    ((name, only),) = [each for each in deployment.routes.replicas.items() if each[1].ongoing]
+    assert only.queue_s(deployment.now_s) == pytest.approx(2.0)
+    assert only.recent_work_s(deployment.now_s) == pytest.approx(2.0)
+    assert only._filled == 2000
+    assert deployment.routes.chosen("r") == name
+    deployment.routes.end("r", "b" if name == "a" else "a", deployment.now_s)
+    assert deployment.routes.chosen("r") == name, "another replica had rejected it; this one still has it"
+    deployment.routes.withdraw("r")
+    assert deployment.routes.chosen("r") is None
+    assert not deployment.routes._reserved
+    for each in deployment.routes.replicas.values():
+        assert each.queue_s(deployment.now_s) == 0.0
+        assert (each._filled, each.cached(text.keys), each.ongoing) == (before[name]["_filled"], 0, {})
+        assert each.recent_work_s(deployment.now_s) == pytest.approx(0.0)
+
+
+def _only(routes: Routes, asked: Prompt) -> Estimate:
+    return routes.choose(asked, NOTHING, ["a"], wait_left_s=0, now_s=0.0).order[0]
 
 
 def test_other_weights_share_nothing():
@@ -188,7 +248,8 @@ def test_a_decode_engine_loads_what_prefill_computes():
     first = deployment.send(prompt("turn one"))
     assert first.order[0].compute_tokens == 1
     assert first.order[0].load_nbytes == 1000 * CHUNK_NBYTES // CHUNK_TOKENS
-    deployment.routes.end("r1", 1.0)
+    deployment.now_s = 1.0
+    deployment.end("r1")
     second = deployment.choose(prompt("turn one", "turn two"))
     assert second.order[0].replica_id == first.order[0].replica_id
     assert second.order[0].cached_tokens == 992, "whole blocks"
@@ -205,7 +266,7 @@ def test_new_prompts_with_a_short_common_beginning_use_all_replicas_alike():
         each = Prompt(prefix_keys(b"", ["beginning", f"question {number}"]), [400, 1000])
         best = made.send(each, beginning).order[0]
         work[best.replica_id] += best.compute_tokens
-        made.routes.end(f"r{made.requests}", made.now_s)
+        made.end(f"r{made.requests}")
     assert max(work.values()) <= 1.2 * sum(work.values()) / 4, work
 
 
@@ -213,14 +274,14 @@ def test_a_conversation_stays_although_others_could_load_it_and_had_less_to_do()
     made = Deployment(4, chunk_nbytes=1 << 10)
     home = made.send(prompt("beginning", tokens=1024)).order[0].replica_id
     made.now_s = 10.0
-    made.routes.end("r1", made.now_s)
+    made.end("r1")
     for _ in range(5):
         turn = made.send(
             Prompt(prefix_keys(b"", ["beginning", f"turn {made.requests}"]), [1024, 1124]), stored(1024, "na")
         )
         assert turn.order[0].replica_id == home
         made.now_s += 10.0
-        made.routes.end(f"r{made.requests}", made.now_s)
+        made.end(f"r{made.requests}")
 
 
 def test_turns_of_a_conversation_stay_on_one_replica():
@@ -234,7 +295,7 @@ def test_turns_of_a_conversation_stay_on_one_replica():
         chosen = deployment.send(prompt(*words, tokens=50)).order[0]
         assert chosen.replica_id == home.setdefault(session, chosen.replica_id)
         deployment.now_s += 1.0
-        deployment.routes.end(f"r{deployment.requests}", deployment.now_s)
+        deployment.end(f"r{deployment.requests}")
     assert len(set(home.values())) == 4
 
 
@@ -309,7 +370,8 @@ def test_engines_without_a_cache_of_their_own_wait_for_the_commit():
 def test_a_request_that_ends_early_ends_its_reservation():
     deployment = Deployment(cache_tokens=0)
     deployment.send(prompt("prefix", tokens=1000))
-    deployment.routes.end("r1", 0.1)
+    deployment.now_s = 0.1
+    deployment.end("r1")
     assert not deployment.choose(prompt("prefix", "question", tokens=1000)).wait_s
 
 
@@ -325,7 +387,7 @@ def test_without_raykv_new_prompts_are_spread_and_known_ones_return():
         assert sorted(each.replica_id for each in choice.order) == list("abcd")
         chosen[n] = choice.order[0].replica_id
         deployment.now_s += 0.1
-        deployment.routes.end(f"r{n + 1}", deployment.now_s)
+        deployment.end(f"r{n + 1}")
     assert set(chosen.values()) == set("abcd")
     for n, replica in chosen.items():
         again = deployment.choose(prompt(f"prompt {n}", "more", tokens=1000), None)
@@ -347,7 +409,7 @@ def test_a_dead_replica_takes_its_reservations_with_it():
     choice = deployment.send(prompt("prefix", "question", tokens=1000))
     assert not choice.wait_s
     assert choice.order[0].replica_id != first
-    deployment.routes.end("r1", 1.0)  # the end of the dead replica's request
+    deployment.routes.end("r1", first, 1.0)  # the end of the dead replica's request
 
 
 def test_a_request_that_ray_sends_elsewhere_moves():
@@ -359,7 +421,7 @@ def test_a_request_that_ray_sends_elsewhere_moves():
     reason, moved = deployment.routes.sent("r1", other, 0.0) or ("", None)
     assert (reason, moved and moved.replica_id) == ("full", other)
     assert (deployment.routes.sent("unread", other, 0.0) or ("",))[0] == "power of two choices"
-    deployment.routes.end("unread", 0.0)
+    deployment.end("unread")
     assert deployment.routes.replicas[first].cached(text.keys) == 0
     assert deployment.routes.replicas[first].queue_s(0.0) == 0.0
     assert deployment.choose(text, wait_left_s=0.0).order[0].replica_id == other
@@ -486,6 +548,22 @@ def test_tokens_that_are_late_are_there_for_the_next_request(monkeypatch: pytest
 
     asyncio.run(run())
     assert Counter(tokenizer.texts)[segments[0]] == 1, "the prompts of a burst share the tokens of their prefix"
+
+
+def test_a_reader_that_is_closed_meanwhile_ends_its_waits_without_tokens(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader_module, "INLINE_CHARS", 10)
+    tokenizer = SlowTokenizer()
+
+    async def run() -> None:
+        reader = Reader(tokenizer, timeout_s=5.0)
+        waits = [asyncio.create_task(reader.read(b"", [f"{n} is a long new text"], NAMING, START)) for n in range(3)]
+        await asyncio.sleep(0.05)
+        reader.close()
+        tokenizer.go.set()
+        read = await asyncio.wait_for(asyncio.gather(*waits), 10)
+        assert [each.known for each in read] == [1, 0, 0], "the first was in work already"
+
+    asyncio.run(run())
 
 
 def test_more_prompts_than_the_thread_can_read_are_not_queued(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -76,9 +77,17 @@ def test_chunks_have_the_names_that_the_engine_gives_them(salt: str, adapter: bo
     lookup = PromptLookup(RouterOptions())
     lookup._naming = naming_of(ENGINE)
     known = Adapter(path="/adapters/poet", scope="poet:1") if adapter else None
-    naming = lookup._naming_of("base:poet", known, salt)
+    naming = lookup._naming_of("base:poet" if adapter else "base", known, salt)
     assert naming is not None
     assert naming.extend(PrefixEnd(), tokens)[1] == expected
+
+
+def test_the_chunks_of_an_adapter_that_no_replica_has_reported_have_no_names():
+    """Otherwise its prompts would be found as those of the base model."""
+    lookup = PromptLookup(RouterOptions())
+    lookup._naming = naming_of(ENGINE)
+    assert lookup._naming_of("base", None, "") is not None
+    assert lookup._naming_of("base:poet", None, "") is None
 
 
 def test_another_seed_gives_no_names():
@@ -372,13 +381,59 @@ def test_ray_serves_hooks_keep_the_routes_in_order():
     asyncio.run(run())
 
 
+def test_a_request_leaves_nothing_if_its_client_goes_before_it_is_sent():
+    async def run() -> None:
+        serve = Serve()
+        read_as(serve, Prompt([b"key"], [1000]), Stored())
+        pending = serve.request("text")
+        for _ in range(3):  # all replicas are full
+            await serve.router.choose_replicas(serve.router._replicas_list, pending)
+        lines = [each.replica for each in serve.router.trail]
+        assert all(one != next_one for one, next_one in pairwise(lines)), "a line for each change"
+        assert sum(len(each.ongoing) for each in serve.router._routes.replicas.values()) == 1
+        pending.future.cancel()
+        await asyncio.sleep(0)
+        assert not serve.router._routes._open
+        assert not serve.router._routes._reserved
+        for replica in serve.router._routes.replicas.values():
+            assert (replica.ongoing, replica.cached([b"key"]), replica.queue_s(time.monotonic())) == ({}, 0, 0.0)
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_rejects_a_request_does_not_end_it_elsewhere():
+    async def run() -> None:
+        serve = Serve()
+        read_as(serve, Prompt([b"key"], [1000]), Stored())
+        pending = serve.request("text")
+        (first, *_), *_ = await serve.router.choose_replicas(serve.router._replicas_list, pending)
+        (second,) = [each for each in serve.replicas if each is not first]
+        pending.reset_future()
+        ((again, *_),) = await serve.router.choose_replicas([second], pending)  # type: ignore[list-item]
+        assert again is second
+        serve.router.on_request_completed(first.replica_id, "i-r1")  # the call that was rejected
+        assert serve.router._routes.chosen("i-r1") == second.replica_id.unique_id
+        serve.router.on_request_routed(pending, second.replica_id, None)  # type: ignore[arg-type]
+        assert [each.replica for each in serve.router.trail] == [
+            first.replica_id.unique_id,
+            second.replica_id.unique_id,
+        ]
+        serve.router.on_request_completed(second.replica_id, "i-r1")
+        assert not serve.router._routes._open
+
+    asyncio.run(run())
+
+
 def test_requests_for_an_adapter_go_to_replicas_that_have_loaded_it():
     async def run() -> None:
         serve = Serve()
         serve.replicas[1].multiplexed_model_ids = {"base:poet"}
         serve.router.update_replicas(serve.replicas)  # type: ignore[arg-type]
         read_as(serve, Prompt([b"key"], [1000]), Stored())
-        assert await serve.choose("text", adapter="base:poet") == ["b"]
+        ranks = await serve.router.choose_replicas(
+            serve.router._replicas_list, serve.request("text", adapter="base:poet")
+        )
+        assert [[each.replica_id.unique_id for each in rank] for rank in ranks] == [["b"], ["a"]], "a if b is full"
         assert len(await serve.choose("text")) == 2
 
     asyncio.run(run())

@@ -76,6 +76,8 @@ class Reader:
         self._jobs += 1
         job.add_done_callback(self._end)
         done, _ = await asyncio.wait([job], timeout=self._timeout_s)
+        if job.cancelled():  # the reader was closed meanwhile
+            return
         if done:
             add(prompt, job.result())
             return

@@ -20,16 +20,28 @@ DEFAULT_SECONDS_PER_TOKEN: Final = 1e-4
 """Assumed before any engine of the deployment has measured its steps."""
 HALVED_S: Final = 60.0
 """Work counts half as recent after this time."""
+ARRIVAL_S: Final = 1.0
+"""A report may not count a request that was sent this long before it: the request was on its way to the engine, or Ray
+Serve has passed the report on so late."""
 SECONDS_PER_BYTE: Final = {"near": 1 / 4e9, "far": 1 / 1e9, "disk": 1 / 0.5e9}
 """Assumed for kinds of paths that no engine has measured: memory of its host, other hosts, and SSD or file."""
 
 
 @dataclass(slots=True)
 class Ongoing:
-    """A request that was sent to the replica and has not ended. `new`: the prefixes that the replica did not have."""
+    """A request that was sent to the replica and has not ended.
+
+    Attributes:
+        new: The prefixes that the replica did not have.
+        fills: Number of tokens that it computes or loads. work_s: expected time for them.
+        begun_s: When it was sent. ready_s: when the replica was expected to have computed it.
+    """
 
     new: Sequence[bytes]
+    fills: int
     work_s: float
+    begun_s: float
+    ready_s: float
 
 
 class Replica:
@@ -50,7 +62,7 @@ class Replica:
         self.ongoing: dict[str, Ongoing] = {}
         self.assumed: Mapping[str, float] = SECONDS_PER_BYTE
         self._cached: OrderedDict[bytes, int] = OrderedDict()
-        self._filled, self._busy_until_s, self._queue_until_s = 0, 0.0, 0.0
+        self._filled, self._busy_until_s, self._reported_s = 0, 0.0, -ARRIVAL_S
         self._recent_s, self._recent_at_s = 0.0, 0.0
 
     @property
@@ -69,7 +81,7 @@ class Replica:
             shift = engine.filled_tokens - self._filled
             self._cached = OrderedDict((key, at + shift) for key, at in self._cached.items())
         self._filled = engine.filled_tokens if before is None else max(self._filled, engine.filled_tokens)
-        self._queue_until_s = now_s - report.age_s + engine.queued_tokens * engine.seconds_per_token
+        self._use_queue(now_s - report.age_s, engine.queued_tokens * engine.seconds_per_token)
         self.report = report
 
     # -- the engine's cache -----------------------------------------------------------------------------------------
@@ -111,30 +123,46 @@ class Replica:
         self._add_prefixes(keys)
         self._busy_until_s = max(self._busy_until_s, now_s) + work_s
         self._recent_s, self._recent_at_s = self.recent_work_s(now_s) + work_s, now_s
-        self.ongoing[request_id] = Ongoing(new, work_s)
+        self.ongoing[request_id] = Ongoing(new, fills, work_s, now_s, self._busy_until_s)
 
     def end(self, request_id: str, now_s: float) -> None:
-        """A request has ended, or goes to another replica."""
-        if self.ongoing.pop(request_id, None) and not self.ongoing:
-            self._busy_until_s = min(self._busy_until_s, now_s)
-            self._queue_until_s = min(self._queue_until_s, now_s)  # the last report counted this request
+        """A request has ended. The queue loses its share; requests of other routers may be in the rest."""
+        ended = self.ongoing.pop(request_id, None)
+        if ended is not None:
+            rest_s = self._busy_until_s - self._share_s(ended)
+            self._busy_until_s = max(rest_s, min(self._busy_until_s, now_s))
 
     def undo(self, request_id: str) -> None:
         """A request was not sent to the replica after all."""
         undone = self.ongoing.pop(request_id, None)
         if undone is not None:
-            self._busy_until_s -= undone.work_s
-            self._recent_s -= undone.work_s
+            self._busy_until_s -= self._share_s(undone)
+            self._recent_s -= undone.work_s * _faded(self._recent_at_s - undone.begun_s)
+            self._filled = max(self._filled - undone.fills, 0 if self.engine is None else self.engine.filled_tokens)
             for key in undone.new:
                 self._cached.pop(key, None)
 
     def queue_s(self, now_s: float) -> float:
         """Return the expected time until the replica has computed the requests before a new one."""
-        return max(self._busy_until_s - now_s, self._queue_until_s - now_s, 0.0)
+        return max(self._busy_until_s - now_s, 0.0)
+
+    def _use_queue(self, reported_s: float, queue_s: float) -> None:
+        """The engine had a queue of `queue_s` at `reported_s`. What was sent since then is added."""
+        busy_s, sent_s = reported_s + queue_s, 0.0
+        for each in self.ongoing.values():
+            if each.begun_s > reported_s:
+                busy_s = max(busy_s, each.begun_s) + each.work_s
+            if each.begun_s > reported_s - ARRIVAL_S:
+                sent_s = max(sent_s, each.begun_s) + each.work_s
+        self._busy_until_s, self._reported_s = max(busy_s, sent_s), reported_s
+
+    def _share_s(self, request: Ongoing) -> float:
+        """Return the part of the queue that a request makes: its work that was not done at the last report."""
+        return min(request.work_s, max(request.ready_s - self._reported_s, 0.0))
 
     def recent_work_s(self, now_s: float) -> float:
         """Return the time for the work that this router has sent there, of which old work counts less."""
-        return float(self._recent_s * 0.5 ** ((now_s - self._recent_at_s) / HALVED_S))
+        return self._recent_s * _faded(now_s - self._recent_at_s)
 
     # -- rates ------------------------------------------------------------------------------------------------------
 
@@ -168,3 +196,8 @@ class Replica:
 
     def _kind(self, holder: NodeId, *, below: bool) -> str:
         return "disk" if below else "near" if self.is_near(holder) else "far"
+
+
+def _faded(age_s: float) -> float:
+    """Return how much work counts after this time."""
+    return float(0.5 ** (age_s / HALVED_S))

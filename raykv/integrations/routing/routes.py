@@ -140,9 +140,11 @@ class Routes:
         return Choice(order, best.reason)
 
     def begin(self, request_id: str, prompt: Prompt, chosen: Estimate, now_s: float) -> None:
-        """The request goes to the replica of `chosen`. Reserves the segments that nobody has."""
+        """The request goes to the replica of `chosen`. Reserves the segments that nobody has.
+
+        An earlier choice for it must have been withdrawn.
+        """
         replica = self.replicas.get(chosen.replica_id)
-        self.end(request_id, now_s)
         if replica is None:
             return
         fills = max(prompt.tokens - chosen.cached_tokens, 0)
@@ -159,7 +161,8 @@ class Routes:
         while len(self._reserved) > MAX_RESERVED:
             self._reserved.popitem(last=False)
         while len(self._open) > MAX_OPEN:
-            self.end(next(iter(self._open)), now_s)
+            oldest, found = next(iter(self._open.items()))
+            self.end(oldest, found.estimate.replica_id, now_s)
 
     def sent(self, request_id: str, replica_id: str, now_s: float) -> tuple[str, Estimate] | None:
         """Ray Serve has sent a request to a replica.
@@ -174,23 +177,34 @@ class Routes:
         reason, prompt = "power of two choices", Prompt([])
         if found is not None:
             reason, prompt = "full", found.prompt
-            before = self.replicas.get(found.estimate.replica_id)
-            if before is not None:
-                before.undo(request_id)
-            self._release(found, request_id)
-            del self._open[request_id]
+            self.withdraw(request_id)
         if replica_id not in self.replicas:
             return None
         estimated = self._estimate(replica_id, prompt, Stored(), now_s)
         self.begin(request_id, prompt, estimated, now_s)
         return reason, estimated
 
-    def end(self, request_id: str, now_s: float) -> None:
-        """A request has ended."""
+    def chosen(self, request_id: str) -> str | None:
+        """Return the replica that was chosen for a request which has not ended."""
+        found = self._open.get(request_id)
+        return None if found is None else found.estimate.replica_id
+
+    def withdraw(self, request_id: str) -> None:
+        """A request was not sent to the chosen replica after all. Does nothing if none was chosen."""
         found = self._open.pop(request_id, None)
         if found is None:
             return
         replica = self.replicas.get(found.estimate.replica_id)
+        if replica is not None:
+            replica.undo(request_id)
+        self._release(found, request_id)
+
+    def end(self, request_id: str, replica_id: str, now_s: float) -> None:
+        """A request has ended on a replica. Does nothing if another one was chosen since: this one had rejected it."""
+        if self.chosen(request_id) != replica_id:
+            return
+        found = self._open.pop(request_id)
+        replica = self.replicas.get(replica_id)
         if replica is not None:
             replica.end(request_id, now_s)
         self._release(found, request_id)

@@ -134,7 +134,7 @@ class PromptLookup:
     def _naming_of(self, model: str, adapter: Adapter | None, salt: str) -> Naming | None:
         """Return how the engine names the chunks of a request. The extra keys are those of vLLM's block hashes."""
         base = self._naming
-        if base is None:
+        if base is None or (adapter is None and ":" in model):  # Ray Serve's name of an adapter: no report has it yet
             return None
         always = (("lora", model, adapter.path),) if adapter else ()
         first = (("cache_salt", salt),) if salt else ()

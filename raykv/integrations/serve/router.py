@@ -11,6 +11,7 @@
 import asyncio
 import logging
 import time
+from functools import partial
 from random import Random
 from typing import Any, Final
 
@@ -102,7 +103,7 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             )
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._routes.end(internal_request_id, time.monotonic())
+        self._routes.end(internal_request_id, replica_id.unique_id, time.monotonic())
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -118,7 +119,11 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         found = await self._lookup.read(pending.args[0] if pending.args else None)
         if found is None:
             return None
-        named = {replica.replica_id.unique_id: replica for replica in self._with_adapter(candidates, pending)}
+        request_id = pending.metadata.internal_request_id
+        before = self._routes.chosen(request_id)  # Ray Serve asks again and again while all replicas are full
+        self._routes.withdraw(request_id)
+        preferred = self._with_adapter(candidates, pending)
+        named = {replica.replica_id.unique_id: replica for replica in preferred}
         while True:
             stored = await self._lookup.find(found)
             left_s = self._options.max_wait_s - waited_s if self._may_wait() else 0.0
@@ -133,10 +138,19 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             finally:
                 self._waiting -= 1
             waited_s = time.monotonic() - wait_began_s
-        self._routes.begin(pending.metadata.internal_request_id, found.prompt, choice.order[0], now_s)
-        took_s = time.monotonic() - began_s - waited_s
-        self._add_to_trail(self._routed(pending, choice, found.prompt, took_s=took_s, waited_s=waited_s))
-        return [[named[each.replica_id]] for each in choice.order]
+        best = choice.order[0]
+        self._routes.begin(request_id, found.prompt, best, now_s)
+        pending.future.add_done_callback(partial(self._withdraw_cancelled, request_id))
+        if before != best.replica_id:
+            took_s = time.monotonic() - began_s - waited_s
+            self._add_to_trail(self._routed(pending, choice, found.prompt, took_s=took_s, waited_s=waited_s))
+        others = [replica for replica in candidates if replica not in preferred]  # if all that are preferred are full
+        return [[named[each.replica_id]] for each in choice.order] + ([others] if others else [])
+
+    def _withdraw_cancelled(self, request_id: str, future: "asyncio.Future[RunningReplica]") -> None:
+        """A client has left before its request was sent to a replica, so no hook of Ray Serve tells its end."""
+        if future.cancelled():
+            self._routes.withdraw(request_id)
 
     def _with_adapter(self, candidates: list[RunningReplica], pending: PendingRequest) -> list[RunningReplica]:
         """Return the candidates that have loaded the request's LoRA adapter; all of them if none has."""
