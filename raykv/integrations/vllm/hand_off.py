@@ -34,6 +34,10 @@ NOTE_TTL_S: Final = 60.0
 NOTE_TIMEOUT_S: Final = 1.0
 CHUNK_POLL_S: Final = 0.005
 """While chunks are awaited, they are looked up at this interval."""
+POLL_SHARE: Final = 1 / 16
+MAX_CHUNK_POLL_S: Final = 0.05
+"""A load that has waited long looks less often: after this share of the time, at the latest after MAX_CHUNK_POLL_S. So
+a prefill engine with long steps on the same host gets the processor."""
 NOTE_POLL_S: Final = 0.05
 """While a note is awaited, it is looked up at this interval."""
 
@@ -189,8 +193,8 @@ class PrefillChunks:
         Returns:
             How many leading chunks are stored. 0: the prefill engine has ended without them, or has stopped.
         """
-        until_s = self._clock() + self._timeout_s
-        note_s = self._clock() + NOTE_POLL_S
+        began_s = self._clock()
+        until_s, note_s = began_s + self._timeout_s, began_s + NOTE_POLL_S
         while True:
             stored = min(self._leading(client, names, until_s) for client in clients)
             if stored or self._has_ended or self._clock() >= until_s:
@@ -198,7 +202,8 @@ class PrefillChunks:
             if self._clock() >= note_s:
                 note_s = self._clock() + NOTE_POLL_S
                 self._has_ended = self._notes.read(self._hand_off, self._timeout_s) is not None
-            if not self._has_ended and self._closing.wait(CHUNK_POLL_S):
+            pause_s = min(max(CHUNK_POLL_S, POLL_SHARE * (self._clock() - began_s)), MAX_CHUNK_POLL_S)
+            if not self._has_ended and self._closing.wait(pause_s):
                 return 0
 
     def _leading(self, client: "Client", names: list[bytes], until_s: float) -> int:

@@ -49,6 +49,8 @@ IDLE_WAIT_S: Final = 0.002
 """A step without computation waits at most this long for a load. Without this wait the engine's thread would spin and
 hold the GIL, which the load threads need. A new request waits at most this long for the step to end. A hook may take
 5 ms, but the limit of the wait is lower, because a sleeping thread wakes up late."""
+FOLLOW_WAIT_S: Final = 0.004
+"""The same while all loads follow prefill engines: they take as long as the prefill."""
 MAX_SAVING_STEPS: Final = 16
 """Saves of at most this many steps are in flight. Saves of further steps are skipped."""
 MAX_FOLLOWED: Final = 16
@@ -172,12 +174,13 @@ class WorkerSide:
             self.loading[load.request_id] = (load, future)
 
     def await_work(self) -> None:
-        """If a load is in flight, or a save that must be reported, wait up to IDLE_WAIT_S until one of them ends."""
+        """If a load is in flight, or a save that must be reported, wait a little until one of them ends."""
         running: list[Future[Any]] = [future for _, future in self.loading.values()]
         if self._reporters and self.saving:
             running.append(self.saving[0].future)
         if running:
-            wait(running, IDLE_WAIT_S, FIRST_COMPLETED)
+            follows = all(load.hand_off for load, _ in self.loading.values()) and not self.saving
+            wait(running, FOLLOW_WAIT_S if follows else IDLE_WAIT_S, FIRST_COMPLETED)
 
     def pop_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose load has ended since the last call, and those of them that must be recomputed.
