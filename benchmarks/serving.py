@@ -51,7 +51,7 @@ SYSTEMS: Final = {
 AFFINITY: Final = "ray.serve.llm.request_router:PrefixCacheAffinityRouter"
 LOADS: Final = {
     "multi-turn": Load(),
-    "burst": Load(sessions=16, turns=1, systems=1, system_words=1500, first_words=8, think_s=1e-3),
+    "burst": Load(sessions=16, turns=1, systems=1, system_words=1990, first_words=8, think_s=1e-3),
 }
 CACHE_MIB: Final = 256 if DTYPE == "float32" else 128
 WARM_UP: Final = Load(sessions=4, turns=1, systems=1, system_words=50, first_words=60, think_s=0.5)
