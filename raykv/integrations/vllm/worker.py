@@ -49,8 +49,8 @@ IDLE_WAIT_S: Final = 0.002
 """A step without computation waits at most this long for a load. Without this wait the engine's thread would spin and
 hold the GIL, which the load threads need. A new request waits at most this long for the step to end. A hook may take
 5 ms, but the limit of the wait is lower, because a sleeping thread wakes up late."""
-FOLLOW_WAIT_S: Final = 0.004
-"""The same while all loads follow prefill engines: they take as long as the prefill."""
+FOLLOW_WAIT_S: Final = 0.01
+"""The same while all loads follow prefill engines. They take as long as the prefill, and only a new request waits."""
 MAX_SAVING_STEPS: Final = 16
 """Saves of at most this many steps are in flight. Saves of further steps are skipped."""
 MAX_FOLLOWED: Final = 16
