@@ -10,9 +10,8 @@ ARGS ?=
 SOAK ?=
 venv := .venv
 core := .venv-core
-# Tests that need more than the core's packages; all others run once, with the core's packages alone. The longest files
-# come first, so that no worker is left with one of them at the end.
-full_tests := tests/e2e tests/cluster tests/integrations tests/test_deployments.py tests/test_notebooks.py
+# Tests that need more than the core's packages; all others run once, with the core's packages alone.
+full_tests := tests/cluster tests/e2e tests/integrations tests/test_deployments.py tests/test_notebooks.py
 core_tests := tests $(addprefix --ignore=,$(full_tests))
 two := -n 2
 model := .cache/models/SmolLM2-135M-Instruct
@@ -48,7 +47,7 @@ test: lint typecheck setup-core ## All that CI runs: at most 12 minutes on two c
 	@$(core)/bin/python -m pytest $(core_tests) $(two) -m "not soak" $(ARGS)
 	.ci/sanitize $(core)/bin/python
 	$(core)/bin/python -m tests.rdma.run -q -m "not soak"
-	$(venv)/bin/python -m pytest $(full_tests) $(two) --dist loadfile --no-loadscope-reorder -m "not soak" $(ARGS)
+	$(venv)/bin/python -m pytest $(full_tests) $(two) --dist loadfile -m "not soak" $(ARGS)
 
 test-rdma-full: setup ## RDMA between Ray nodes on several hosts, in a kernel that is built first: 10 minutes of CPU
 	@$(venv)/bin/python -m tests.rdma.run_hosts -s $(ARGS)
