@@ -124,6 +124,19 @@ def raykv_ssd(options: EngineOptions, scratch: Path, environment: Environment) -
 
 
 @contextmanager
+def raykv_far(options: EngineOptions, scratch: Path, environment: Environment) -> Iterator[Store]:
+    """A node that counts as one of another host: the engine maps no memory, and all KV goes over TCP."""
+    port, secret = free_port(), secrets.token_hex(32)
+    storage = {"shm_dir": str(scratch), "arena_nbytes": options.pool_nbytes}
+    fields = {"node_id": "n", "cluster": "connectors", "host": "other", "bind": f"{HOST}:{port}", "storage": storage}
+    command = [sys.executable, "-P", str(NODE), json.dumps(fields), secret]
+    with served("raykv-node", command, scratch, stdin=-1) as server:
+        server.wait_for(lambda: answers(port))
+        found = connector("RayKVConnector", {"address": f"{HOST}:{port}"}, module="raykv.integrations.vllm")
+        yield Store(found, [], {"RAYKV_SECRET": secret}, [server.process.pid])
+
+
+@contextmanager
 def raykv_process(storage: Mapping[str, Any], scratch: Path) -> Iterator[Store]:
     fields = {"node_id": "n", "cluster": "connectors", "storage": {"shm_dir": str(scratch), **storage}}
     address = f"unix:{scratch}/raykv-connectors-n.sock"
@@ -186,6 +199,7 @@ KINDS: Final = {
     "none": Kind("no reuse at all", nothing_cached),
     "vllm": Kind("vLLM's prefix cache alone", no_store),
     "raykv": Kind("RayKVConnector", raykv_node),
+    "raykv-far": Kind("RayKVConnector, all chunks on another node", raykv_far),
     "raykv-ssd": Kind("RayKVConnector, most chunks on SSD", raykv_ssd),
     "lmcache": Kind("LMCacheMPConnector 0.5.6", lmcache_server, "connectors-lmcache"),
     "mooncake": Kind("MooncakeStoreConnector 0.3.13", mooncake_master, "connectors-mooncake"),
