@@ -1,6 +1,6 @@
 """Run the tests of RDMA in a virtual machine with two soft-RoCE devices: `python -m tests.rdma.run`.
 
-With `--user-mode` first, in a User-Mode kernel, which runs several times as fast but has to be built first.
+With `--user-mode` first, in a User-Mode kernel, which has to be built first: code runs on the real processor there.
 """
 
 import sys
