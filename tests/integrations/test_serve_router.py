@@ -270,6 +270,36 @@ def test_new_prompts_with_a_short_common_beginning_use_all_replicas_alike():
     assert max(work.values()) <= 1.2 * sum(work.values()) / 4, work
 
 
+def test_of_equal_costs_a_new_prompt_takes_the_idle_replica():
+    """A replica that still writes an answer computes a new prompt more slowly, although it got less work of late."""
+    made = Deployment(2)
+    busy = made.send(prompt("short", tokens=5000)).order[0].replica_id
+    made.now_s = 1.0
+    idle = made.send(prompt("long", tokens=8000)).order[0].replica_id
+    assert idle != busy
+    made.now_s = 20.0
+    made.end("r2")
+    choice = made.choose(prompt("new", tokens=20_000))
+    assert [each.replica_id for each in choice.order] == [idle, busy]
+    assert [each.ongoing_s for each in choice.order] == pytest.approx([0.0, 64 * TOKEN_S])
+
+
+def test_a_conversation_leaves_a_replica_that_writes_answers_if_its_kv_loads_quickly_elsewhere():
+    for byte_s, stays in ((1e-8, True), (1e-10, False)):
+        made = Deployment(2, seconds_per_byte={"na": byte_s, "nb": byte_s})
+        home = made.send(prompt("beginning", tokens=640)).order[0].replica_id
+        made.now_s = 10.0
+        choice = made.choose(prompt("beginning", "turn", tokens=640), stored(640, "na", "nb"))
+        assert choice.order[0].ongoing_s == pytest.approx(64 * TOKEN_S if stays else 0.0)
+        assert (choice.order[0].replica_id == home) is stays
+
+
+def test_requests_in_the_queue_do_not_count_as_answers_too():
+    made, prefix = Deployment(2), prompt("prefix", tokens=2000)
+    homes = {made.send(prefix, wait_left_s=0.0).order[0].replica_id for _ in range(100)}
+    assert len(homes) == 1, "the burst computed its prefix twice"
+
+
 def test_a_conversation_stays_although_others_could_load_it_and_had_less_to_do():
     made = Deployment(4, chunk_nbytes=1 << 10)
     home = made.send(prompt("beginning", tokens=1024)).order[0].replica_id

@@ -26,7 +26,7 @@ class RouterOptions(Model):
             0: never.
         work_weight: Further weight of each second of load and computation. It stands for the delay of later requests.
             Without it, two idle replicas would compute one prefix twice.
-        ongoing_tokens: An unended request delays a new one as much as this many tokens of prefill.
+        ongoing_tokens: An answer in progress delays a new request as much as this many tokens of prefill.
     """
 
     role: Literal["prefill", "decode", "both"] = "both"
@@ -36,7 +36,7 @@ class RouterOptions(Model):
     tokenize_timeout_s: Annotated[float, Field(gt=0, le=1)] = 0.003
     max_wait_s: Annotated[float, Field(ge=0, le=60)] = 2.0
     work_weight: Annotated[float, Field(ge=0, le=100)] = 1.0
-    ongoing_tokens: Annotated[int, Field(ge=0, le=65_536)] = 16
+    ongoing_tokens: Annotated[int, Field(ge=0, le=65_536)] = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Estimate:
         stored_tokens: Leading tokens that it has or loads from what is stored now.
         load_nbytes, load_s: What it loads after them.
         compute_tokens, compute_s: What it computes.
-        queue_s: Wait for earlier requests. ongoing_s: delay by requests that have not ended.
+        queue_s: Wait for earlier requests. ongoing_s: delay by answers in progress.
         extra_s: `work_weight` times the time of load and computation.
     """
 
@@ -114,7 +114,7 @@ def estimate(
         compute,
         compute_s,
         replica.queue_s(now_s),
-        len(replica.ongoing) * options.ongoing_tokens * token_s,
+        replica.answering(now_s) * options.ongoing_tokens * token_s,
         options.work_weight * (load_s + compute_s),
     )
 

@@ -146,6 +146,10 @@ class Replica:
         """Return the expected time until the replica has computed the requests before a new one."""
         return max(self._busy_until_s - now_s, 0.0)
 
+    def answering(self, now_s: float) -> int:
+        """Return how many requests are not in the queue any more, and have not ended."""
+        return sum(each.ready_s <= now_s for each in self.ongoing.values())
+
     def _use_queue(self, reported_s: float, queue_s: float) -> None:
         """The engine had a queue of `queue_s` at `reported_s`. What was sent since then is added."""
         busy_s, sent_s = reported_s + queue_s, 0.0

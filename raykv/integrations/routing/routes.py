@@ -35,8 +35,9 @@ GRACE: Final = 0.25
 GRACE_S: Final = 0.5
 EQUAL_COSTS: Final = 1.05
 """Costs that differ by a smaller factor are equal, because estimates are not better than that. No request waits in the
-router for a smaller gain. A new prompt goes to the one of these replicas that got least work of late. Otherwise all new
-prompts would go where a short common beginning is cached, although other replicas load it at almost no cost."""
+router for a smaller gain. A new prompt goes to the one of these replicas with the fewest unended requests, and then to
+the one that got least work of late. Otherwise all new prompts would go where a short common beginning is cached,
+although other replicas load it at almost no cost."""
 NEW_PART: Final = 0.25
 """A prompt of which at least this part must be computed is new. Others continue a conversation, or ask about a known
 document, and stay where their KV is."""
@@ -222,10 +223,11 @@ class Routes:
         is_new = best.compute_tokens >= NEW_PART * prompt.tokens
         equal_s = best.cost_s * (EQUAL_COSTS if is_new else 1.0)
 
-        def place(each: Estimate) -> tuple[bool, float, float]:
+        def place(each: Estimate) -> tuple[bool, float, float, float]:
             if each.cost_s > equal_s:
-                return True, each.cost_s, self._rng.random()
-            return False, self.replicas[each.replica_id].recent_work_s(now_s), self._rng.random()
+                return True, each.cost_s, 0.0, self._rng.random()
+            replica = self.replicas[each.replica_id]
+            return False, len(replica.ongoing), replica.recent_work_s(now_s), self._rng.random()
 
         return sorted(estimates, key=place)
 
