@@ -19,7 +19,7 @@ from raykv.client.admin import AdminCalls, report
 from raykv.client.arguments import Keys, buffers, depth_of, flag, instance, integer_in, one_key, parent_key
 from raykv.client.fetcher import Fetcher
 from raykv.client.leases import Pins, Reservation
-from raykv.client.puts import Put, PutOptions, batches_of, put_spread
+from raykv.client.puts import Put, PutOptions, batches_of, put_spread, stores_remotely
 from raykv.client.root_copies import COPY_HINTS, COPY_S, RootCopies
 from raykv.client.router import Router
 from raykv.client.slot_pool import LentBatch
@@ -346,8 +346,8 @@ class Client(AdminCalls):
         for put in instance("puts", puts, (list, tuple), "give a list of raykv.Put"):
             instance("puts", put, Put, "give a list of raykv.Put")
             batches += batches_of(put, self._as_keys(put.keys))
-        local, writer = self.router.local, self.router.writer
-        if local is None or writer is None or local.is_spread(self._group):
+        writer = self.router.writer
+        if writer is None or stores_remotely(self.router, self._group):
             result = put_spread(self.router, self._group, batches, wait=wait, deadline_s=deadline_s)
         else:
             result = writer.put(self._group, batches, wait=wait, deadline_s=deadline_s)

@@ -72,6 +72,11 @@ def batches_of(put: Put, keys: KeyArray) -> Iterator[tuple[Batch, Values]]:
         start = stop
 
 
+def stores_remotely(router: Router, group: Namespace) -> bool:
+    """Whether chunks of a quota group are sent to their owners, and not stored in this host's memory."""
+    return router.local is None or router.writer is None or router.local.is_spread(group)
+
+
 def put_spread(
     router: Router, group: Namespace, batches: Sequence[tuple[Batch, Values]], *, wait: bool, deadline_s: float
 ) -> PutResult:

@@ -40,7 +40,7 @@ class GpuLayout(Layout):
         self._staged, self._device, self._arenas = staged, device, pinning
         self._pinning: Pinning | None = None
         self.description, self.chunk_nbytes = staged.description, staged.chunk_nbytes
-        self.batch_chunks = staged.batch_chunks
+        self.batch_chunks, self.staged_chunks = staged.batch_chunks, staged.staged_chunks
         self.copies = PageCopies(device, Tiles([Run(*run) for run in staged.runs]), chunk_blocks)
 
     def use_arena(self, client: "Client") -> None:
@@ -61,6 +61,9 @@ class GpuLayout(Layout):
 
     def load(self, chunks: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
         self._staged.load(chunks)
+
+    def copied(self, puts: Sequence[Sequence[Sequence[int]]], fence: Any = None) -> list[Values]:
+        return self._staged.copied(puts, fence)
 
     def values(self, puts: Sequence[Sequence[Sequence[int]]], fence: Any = None) -> list[Values]:
         if fence is not None:

@@ -21,10 +21,9 @@ class ConnectorConfig(Model):
             prefix. The estimates use measured rates of the engine and of the loads. "always": load every stored prefix.
         load_timeout_s: Chunks that arrive later than this are recomputed. Only the request waits, not the engine.
         store_timeout_s: Before vLLM reuses the blocks of a save, vLLM waits at most this long for the save to begin, or
-            to get slots in the node's memory. Chunks that get no slot are not stored. If the node is on another host,
-            set several seconds, because saves then cross the network.
-        save_timeout_s: While no step needs its blocks, a save waits at most this long for slots. The engine goes on
-            meanwhile.
+            to get slots in the memory of this host's node. Chunks that get no slot are not stored.
+        save_timeout_s: While no step needs its blocks, a save waits at most this long for slots. Chunks for other nodes
+            are copied out of their blocks first, and then sent within this time. The engine goes on meanwhile.
         load_threads: At most this many loads run at once. Other loads wait in a queue. `load_timeout_s` includes this
             wait.
         revision: Text that identifies the weights. None: the commit of a model from the hub, or a digest of a local

@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raykv import Put
+from raykv.client.puts import stores_remotely
 from raykv.client.slot_supply import NO_ANSWER
 from raykv.errors import PeerUnavailable
 from raykv.integrations.gpu_layout import GpuLayout, load_here
@@ -18,7 +19,7 @@ from raykv.integrations.kv_layout import Layout, Values
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.events import Reporter
 from raykv.integrations.vllm.metadata import LoadedChunks, Rank, Save, Scope
-from raykv.integrations.vllm.saving import Patience
+from raykv.integrations.vllm.saving import RECLAIMED, Patience, Saving
 from raykv.protocol.namespace import Namespace
 from raykv.types import NO_HINTS, GetResult, Hints, KeyArray, Match, NodeId, PutResult
 
@@ -120,12 +121,18 @@ class RankStore:
         if self.reporter is not None:
             self.reporter.skip(saves)
 
-    def save(self, saves: Sequence[Save], fence: Any, *, patience: Patience, flush_s: float) -> list[PutResult]:
+    def save(
+        self, saves: Sequence[Save], fence: Any, saving: Saving, *, here: Patience, far: Patience, flush_s: float
+    ) -> list[PutResult]:
         """Store chunks, and collect late answers to earlier saves.
+
+        Chunks for this host's memory are copied from their blocks into slots. Chunks for other nodes are first copied
+        into memory of this process, so that the engine can reuse the blocks while the network is slow.
 
         Args:
             saves: The saves of one step. They all have the same epoch.
-            patience: How long to wait for slots. After that, only slots that the client already has are used.
+            here, far: How long to wait for this host's node, and for other nodes. After `here`, only slots that the
+                client already has are used.
             flush_s: Wait at most this long for late answers.
         """
         # All saves of a step have one epoch, and therefore one quota group.
@@ -135,7 +142,11 @@ class RankStore:
             return [PutResult(0, 0, chunks_of(saves), "the node is not there yet")]
         is_answered = False
         try:
-            results = self._put(client, saves, fence, patience)
+            if stores_remotely(client.router, client.namespace.group):
+                results = self._put(client, saves, fence, far, saving)
+            else:
+                with saving.reading() as may_read:
+                    results = self._put(client, saves, fence, here) if may_read else [_unread(chunks_of(saves))]
             late = client.flush(timeout_s=flush_s)
             is_answered = not late.posted
         finally:
@@ -143,17 +154,23 @@ class RankStore:
                 self.reporter.settle(client, saves, is_answered=is_answered)
         return [*results, late]
 
-    def _put(self, client: "Client", saves: Sequence[Save], fence: Any, patience: Patience) -> list[PutResult]:
-        """Copy chunks in batches into the node's memory. Commit each batch with one message."""
+    def _put(
+        self, client: "Client", saves: Sequence[Save], fence: Any, patience: Patience, copying: Saving | None = None
+    ) -> list[PutResult]:
+        """Store chunks in batches, each with one message. `copying`: copy each batch out of the blocks of this save."""
         results: list[PutResult] = []
         for index, layout in self.cache.layouts.items():
             if isinstance(layout, GpuLayout):
                 layout.use_arena(client)
             runs = [self._run(save, patience, results) for save in saves if save.group == index]
-            for batch in _batches(runs, layout.batch_chunks):
-                values = layout.values([run.blocks for run in batch], fence)
-                puts = [run.put(each) for run, each in zip(batch, values, strict=True)]
-                result = _put_patiently(client, puts, patience)
+            for batch in _batches(runs, layout.staged_chunks if copying else layout.batch_chunks):
+                blocks = [run.blocks for run in batch]
+                values = _copies(layout, blocks, fence, copying) if copying else layout.values(blocks, fence)
+                if values is None:
+                    result = _unread(sum(map(len, blocks)))
+                else:
+                    puts = [run.put(each) for run, each in zip(batch, values, strict=True)]
+                    result = _put_patiently(client, puts, patience)
                 results.append(result)
                 if self.reporter is not None:
                     is_stored = not result.skipped and not result.posted
@@ -185,6 +202,18 @@ class RankStore:
             results.append(PutResult(0, 0, len(run.keys)))  # no answer in time
             held = len(run.keys)
         return run.part(held, len(run.keys))
+
+
+def _copies(
+    layout: Layout, blocks: Sequence[Sequence[Sequence[int]]], fence: Any, saving: Saving
+) -> list[Values] | None:
+    """Copy the chunks of one batch out of their blocks. None: the engine has reused the blocks."""
+    with saving.reading() as may_read:
+        return layout.copied(blocks, fence) if may_read else None
+
+
+def _unread(chunks: int) -> PutResult:
+    return PutResult(0, 0, chunks, RECLAIMED)
 
 
 def _put_patiently(client: "Client", puts: Sequence[Put], patience: Patience) -> PutResult:

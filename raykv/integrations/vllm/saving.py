@@ -1,18 +1,20 @@
 """A save in flight, and how long it waits for the node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from threading import Event
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event, Lock
 from typing import Final
 
 from raykv.types import PutResult
 
+RECLAIMED: Final = "the engine reused their blocks before they were read"
 EARLY_S: Final = 0.002
 """A call that waits for the node may end this long before its deadline."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Saving:
     """The saves of one step, in flight.
 
@@ -25,8 +27,21 @@ class Saving:
 
     blocks: set[int]
     chunks: int
-    needed: Event
-    future: Future[list[PutResult]]
+    needed: Event = field(default_factory=Event)
+    future: Future[list[PutResult]] = field(init=False)
+    _reading: Lock = field(default_factory=Lock)
+    _is_reclaimed: bool = False
+
+    @contextmanager
+    def reading(self) -> Iterator[bool]:
+        """Yield whether the blocks may be read. Until the end of the `with` block, the engine does not change them."""
+        with self._reading:
+            yield not self._is_reclaimed
+
+    def reclaim(self) -> None:
+        """Give the blocks back to the engine, when nobody reads them. Waits for the thread that does."""
+        with self._reading:
+            self._is_reclaimed = True
 
 
 @dataclass(frozen=True, slots=True)

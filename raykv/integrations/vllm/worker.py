@@ -36,7 +36,7 @@ from raykv.integrations.vllm.metadata import (
     WorkerReport,
 )
 from raykv.integrations.vllm.rank_store import RankCache, RankStore, chunks_of
-from raykv.integrations.vllm.saving import Patience, Saving
+from raykv.integrations.vllm.saving import RECLAIMED, Patience, Saving
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.types import NodeId, Path, PutResult
 
@@ -341,18 +341,18 @@ class WorkerSide:
         if len(self.saving) < MAX_SAVING_STEPS:
             fence = self._stores[0].fence()
             blocks = {block for save in saves for chunk in save.blocks for block in chunk}
-            needed = Event()
-            future = self._saver.submit(self._save, saves, fence, needed)
-            self.saving.append(Saving(blocks, self._chunks_of(saves), needed, future))
+            saving = Saving(blocks, self._chunks_of(saves))
+            saving.future = self._saver.submit(self._save, saves, fence, saving)
+            self.saving.append(saving)
             for reporter in self._reporters:
-                reporter.watch(saves, future)
+                reporter.watch(saves, saving.future)
         else:
-            self._count_saved(_skipped(self._chunks_of(saves), ""))
+            self._count_saved(PutResult(0, 0, self._chunks_of(saves)))
             for reporter in self._reporters:
                 reporter.skip(saves)
 
     def release(self, blocks: Set[int]) -> None:
-        """Wait for the saves that read these blocks. End those that do not begin or get slots in `store_timeout_s`."""
+        """Wait until no save reads these blocks. End saves that do not begin or get slots within `store_timeout_s`."""
         reading = [number for number, saving in enumerate(self.saving) if not saving.blocks.isdisjoint(blocks)]
         if not reading:
             return
@@ -360,10 +360,10 @@ class WorkerSide:
         for number in range(reading[-1] + 1):  # one thread saves, so earlier saves must not wait either
             self.saving[number].needed.set()
         for number in reading:
-            future = self.saving[number].future
-            wait([future], max(0.0, until_s - self._clock()))
-            if not future.cancel():
-                wait([future])
+            saving = self.saving[number]
+            wait([saving.future], max(0.0, until_s - self._clock()))
+            if not saving.future.cancel():
+                saving.reclaim()
 
     def count_saves(self) -> str:
         """Add the ended saves to the statistics. Never waits.
@@ -376,9 +376,7 @@ class WorkerSide:
             saving = self.saving.popleft()
             future = saving.future
             if future.cancelled():
-                reason = self._count_saved(
-                    _skipped(saving.chunks, "the engine reused their blocks before the save began")
-                )
+                reason = self._count_saved(PutResult(0, 0, saving.chunks, RECLAIMED))
             elif error := future.exception():
                 self._count_error("save", error)
                 reason = str(error)
@@ -391,19 +389,20 @@ class WorkerSide:
         for store in self._stores:
             store.prepare(chunks, scope, self._config.store_timeout_s)
 
-    def _save(self, saves: Sequence[Save], fence: Any, needed: Event) -> list[PutResult]:
+    def _save(self, saves: Sequence[Save], fence: Any, saving: Saving) -> list[PutResult]:
         """Store chunks, and collect late answers to earlier saves. If `saves` is empty, wait a short time for them.
 
         Waits at most `save_timeout_s` for slots, and not at all if the client has enough.
         """
-        short_s = self._config.store_timeout_s
-        until_s = self._clock() + self._config.save_timeout_s
-        patience = Patience(self._clock, short_s, until_s, lambda: needed.is_set() or self._closing.is_set())
+        short_s, long_s = self._config.store_timeout_s, self._config.save_timeout_s
+        until_s = self._clock() + long_s
+        here = Patience(self._clock, short_s, until_s, lambda: saving.needed.is_set() or self._closing.is_set())
+        far = Patience(self._clock, long_s, until_s, self._closing.is_set)
         flush_s = 0.0 if saves else short_s
         results: list[PutResult] = []
         for number, store in enumerate(self._stores):
             try:
-                results += store.save(saves, fence, patience=patience, flush_s=flush_s)
+                results += store.save(saves, fence, saving, here=here, far=far, flush_s=flush_s)
             except Exception:
                 for other in self._stores[number + 1 :]:  # a chunk is useful only if all ranks store it
                     other.skip(saves)
@@ -438,7 +437,3 @@ class WorkerSide:
 def _longest(load: Load) -> LoadedChunks:
     """Return the part with the most chunks. It covers all tokens that the engine need not compute after the load."""
     return max(load.parts, key=lambda part: len(part.names))
-
-
-def _skipped(chunks: int, reason: str) -> PutResult:
-    return PutResult(0, 0, chunks, reason)
