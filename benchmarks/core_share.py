@@ -14,6 +14,10 @@ from typing import Final
 
 CONTROLLER: Final = Path("/sys/fs/cgroup/cpu")
 PERIOD_US: Final = 10_000
+WEIGHT: Final = 110
+"""The kernel's weight of a process whose niceness is 10, that of engines on CPU; with 0 it has 1 024. A group has its
+own weight, whatever the niceness of its processes is. With 1 024 the workers would take cores from the ingress, which
+workers on hosts of their own do not."""
 
 
 def missing() -> str:
@@ -37,6 +41,7 @@ def limited(pids: Iterable[int], share: float) -> Iterator[None]:
             group = CONTROLLER / f"raykv-bench-{pid}"
             group.mkdir()
             groups.append(group)
+            (group / "cpu.shares").write_text(str(WEIGHT))
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             (group / "cpu.cfs_quota_us").write_text(str(int(PERIOD_US * share)))
             for each in (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))):

@@ -105,6 +105,12 @@ SOME = ("prefill's node actor", "decode replica")
 """Victims in `make test`: a process that holds chunks, and one that is in the middle of an answer."""
 
 
+def niceness() -> dict[str, list[int]]:
+    """Return the niceness of this process's engines and ingresses."""
+    lines = [(" ".join(child.cmdline()), child.nice()) for child in psutil.Process().children(recursive=True)]
+    return {name: [nice for line, nice in lines if name in line] for name in ("VLLM::EngineCore", "ResumingIngress")}
+
+
 def document(seed: int) -> str:
     rng = random.Random(seed)
     return " ".join(
@@ -175,12 +181,14 @@ class Outcome:
     Attributes:
         code, printed: Exit code and output of the demo.
         talks: For each victim: the conversation, and an engine's answers to its requests without a cache.
+        niceness: Of the engines, and of the ingress.
         left: What `traces` finds after the demo but not before it.
     """
 
     code: int
     printed: str
     talks: dict[str, tuple[Conversation, list[demo.Answer]]]
+    niceness: dict[str, list[int]]
     left: set[object]
 
 
@@ -191,10 +199,12 @@ def outcome(request: pytest.FixtureRequest) -> Outcome:
     """Run the demo and the other conversations in one deployment, because starting one takes most of a minute."""
     talks: dict[str, Conversation] = {}
     plain: list[demo.Answer] = []
+    found: dict[str, list[int]] = {}
     demo_converses, engine_answers = demo.converse, demo.answer_without_pool
 
     def converse_more(port: int) -> list[demo.Turn]:
         turns = demo_converses(port)
+        found.update(niceness())
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=300)
         talks.update({name: converse(client, seed, *VICTIMS[name]) for seed, name in enumerate(request.param)})
         return turns
@@ -217,7 +227,7 @@ def outcome(request: pytest.FixtureRequest) -> Outcome:
     print(printed.getvalue())
     answers = iter(plain)
     pairs = {name: (talk, [next(answers) for _ in talk.messages]) for name, talk in talks.items()}
-    return Outcome(code, printed.getvalue(), pairs, traces() - before)
+    return Outcome(code, printed.getvalue(), pairs, found, traces() - before)
 
 
 def test_the_demo_keeps_its_promises(outcome: Outcome) -> None:
@@ -238,6 +248,10 @@ def test_every_request_is_answered_as_by_a_plain_engine(outcome: Outcome) -> Non
 def test_a_killed_process_comes_back_by_itself(outcome: Outcome) -> None:
     for victim, (talk, _) in outcome.talks.items():
         assert talk.revived not in (0, talk.killed), victim
+
+
+def test_engines_on_cpu_leave_the_cores_to_servers(outcome: Outcome) -> None:
+    assert outcome.niceness == {"VLLM::EngineCore": [10, 10], "ResumingIngress": [0]}
 
 
 def test_nothing_stays_behind(outcome: Outcome) -> None:
