@@ -20,7 +20,7 @@ from raykv.gpu.pinning import ArenaPinning, Pinning
 from raykv.gpu.tiles import Run, Tiles
 from raykv.integrations.kv_layout import DeviceLayout, Layout, Values
 from raykv.memory.copying import checksum_of
-from raykv.types import DirectValues, GetResult, KeyArray, NodeId
+from raykv.types import DirectValues, GetResult, KeyArray, NodeId, Scattered
 
 if TYPE_CHECKING:
     from raykv.client.client import Client
@@ -62,7 +62,7 @@ class GpuLayout(Layout):
     def load(self, chunks: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
         self._staged.load(chunks)
 
-    def copied(self, puts: Sequence[Sequence[Sequence[int]]], fence: Any = None) -> list[Values]:
+    def copied(self, puts: Sequence[Sequence[Sequence[int]]], fence: Any = None) -> list[Sequence[Scattered]]:
         return self._staged.copied(puts, fence)
 
     def values(self, puts: Sequence[Sequence[Sequence[int]]], fence: Any = None) -> list[Values]:

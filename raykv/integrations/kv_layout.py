@@ -28,7 +28,8 @@ MAX_RUNS_PER_LAYER: Final = 64
 """A layout is refused if it cuts a block of one layer into more runs than this."""
 MAX_STAGED_CHUNKS: Final = 32
 MAX_STAGED_NBYTES: Final = 256 << 20
-"""Limits of one batch of copied chunks in host memory. A chunk larger than MAX_STAGED_NBYTES is a batch of its own."""
+"""Limits of one batch of chunks in pinned host memory, and MAX_STAGED_NBYTES also of copied chunks. A larger chunk is a
+batch of its own."""
 
 
 def runs_of(name: str, cache: "torch.Tensor", num_blocks: int) -> "list[torch.Tensor]":
@@ -158,7 +159,7 @@ class Layout:
         self._runs = merged([run for name, cache in layers for run in runs_of(name, cache, num_blocks)])
         self._block_nbytes = sum(run.shape[1] for run in self._runs)
         self.chunk_nbytes = self._block_nbytes * chunk_blocks
-        self.staged_chunks = max(1, min(MAX_STAGED_CHUNKS, MAX_STAGED_NBYTES // self.chunk_nbytes))
+        self.staged_chunks = max(1, MAX_STAGED_NBYTES // self.chunk_nbytes)
         kinds = itertools.groupby(describe(cache) for _, cache in layers)
         self.description = ";".join(f"{len(list(group))}x{kind}" for kind, group in kinds)
 
@@ -190,11 +191,8 @@ class Layout:
         views = iter(self.read([blocks for chunks in puts for blocks in chunks], fence))
         return [list(itertools.islice(views, len(chunks))) for chunks in puts]
 
-    def copied(self, puts: Sequence[Sequence[Sequence[int]]], fence: Any = None) -> list[Values]:
-        """Return copies of the values of several puts, so that the blocks may change. Otherwise as `values`.
-
-        The copies are valid until the next call of `copied` or `read`.
-        """
+    def copied(self, puts: Sequence[Sequence[Sequence[int]]], fence: Any = None) -> list[Sequence[Scattered]]:
+        """Return copies of the values of several puts, so that the blocks may change. Otherwise as `values`."""
         return [list(map(self._copy, chunks)) for chunks in puts]
 
     def _copy(self, blocks: Sequence[int]) -> memoryview:
@@ -231,7 +229,7 @@ class DeviceLayout(Layout):
         import torch
 
         super().__init__(caches, num_blocks, chunk_blocks)
-        self.batch_chunks = self.staged_chunks
+        self.batch_chunks = self.staged_chunks = min(MAX_STAGED_CHUNKS, self.staged_chunks)
         self._device = self._runs[0].device
         # If layers have several runs, one copy for all runs of a layer is faster than a copy for each run.
         is_cut = len(self._runs) > len(caches)
@@ -269,8 +267,9 @@ class DeviceLayout(Layout):
             self._synchronize()
         return [[buffer.numpy().data] for buffer in staged]
 
-    def copied(self, puts: Sequence[Sequence[Sequence[int]]], fence: Any = None) -> list[Values]:
-        return self.values(puts, fence)  # it copies them into host memory
+    def copied(self, puts: Sequence[Sequence[Sequence[int]]], fence: Any = None) -> list[Sequence[Scattered]]:
+        views = iter(self.read([blocks for chunks in puts for blocks in chunks], fence))  # copies in host memory
+        return [list(itertools.islice(views, len(chunks))) for chunks in puts]
 
     def targets(self, blocks: Sequence[int | None]) -> list[memoryview]:
         return [self._pinned().numpy().data]

@@ -464,24 +464,31 @@ def test_a_save_that_waits_ends_when_a_step_needs_its_blocks(node: tuple[str, in
 def test_blocks_are_free_while_their_chunks_are_sent_to_another_node(
     shm_dir: Path, benches: list[Bench], kind: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """A network is slower than memory. The engine waits until the blocks are copied, and no chunk is lost."""
+    """A network is slower than memory. The engine waits until the blocks are copied, and no copied chunk is lost."""
     with node_process(shm_dir) as far:
-        times = {"clock": time.monotonic, "store_timeout_s": 0.003, "save_timeout_s": 60.0}
-        bench = Bench(lambda: far.client(local=False), kind, **times)
+        times = {"clock": time.monotonic, "store_timeout_s": 60.0, "save_timeout_s": 60.0}
+        bench = Bench(lambda: far.client(local=False), kind, publishes=True, **times)
         benches.append(bench)
         before = bench.cache.clone()
         sent = recorded_puts(monkeypatch)
         stop_process(far.process.pid)
-        bench.worker.save([order(0, 3)])
-        bench.worker.save([order(3, 5)])  # the copy of these blocks begins after the chunks before them are sent
+        bench.worker.save([replace(order(0, 3), number=1)])
+        bench.worker.save([replace(order(3, 5), number=2)])  # its blocks are copied when the first save is sent
         wait_until(lambda: sent)
-        bench.worker.release({0, 4})
+        waiting = threading.Thread(target=bench.worker.release, args=({0},))
+        waiting.start()
+        waiting.join(WAIT_S)
+        assert not waiting.is_alive(), "the engine waits for the network"
+        bench.worker.saving[1].reclaim(0.0)
         assert not bench.worker.saving[0].future.done()
         bench.cache[:6] = 0
         os.kill(far.process.pid, signal.SIGCONT)
         wait_until(lambda: all(saving.future.done() for saving in bench.worker.saving))
         assert bench.worker.count_saves() == RECLAIMED
         assert bench.counted("stored_chunks") == {"stored": 3, "skipped": 2}
+        report = bench.worker.pop_report()
+        assert report is not None
+        assert report.stored == {1: [frozenset({0, 1, 2})], 2: [frozenset()]}
         bench.cache.copy_(before)
         assert bench.load(3, holder="n") == {"r"}
         assert bench.arrived() == [0, 1, 2]

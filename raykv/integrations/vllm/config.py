@@ -22,8 +22,8 @@ class ConnectorConfig(Model):
         load_timeout_s: Chunks that arrive later than this are recomputed. Only the request waits, not the engine.
         store_timeout_s: Before vLLM reuses the blocks of a save, vLLM waits at most this long for the save to begin, or
             to get slots in the memory of this host's node. Chunks that get no slot are not stored.
-        save_timeout_s: While no step needs its blocks, a save waits at most this long for slots. Chunks for other nodes
-            are copied out of their blocks first, and then sent within this time. The engine goes on meanwhile.
+        save_timeout_s: While no step needs its blocks, a save waits at most this long for slots. If the chunks go to
+            other nodes, each message may take this long. The engine goes on meanwhile.
         load_threads: At most this many loads run at once. Other loads wait in a queue. `load_timeout_s` includes this
             wait.
         revision: Text that identifies the weights. None: the commit of a model from the hub, or a digest of a local

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from raykv import Put
 from raykv.client.puts import stores_remotely
@@ -25,6 +25,9 @@ from raykv.types import NO_HINTS, GetResult, Hints, KeyArray, Match, NodeId, Put
 
 if TYPE_CHECKING:
     from raykv import Client
+
+MESSAGE_NBYTES: Final = 16 << 20
+"""Chunks for other nodes are sent in messages of about this size. A message that is late is lost as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,32 +124,26 @@ class RankStore:
         if self.reporter is not None:
             self.reporter.skip(saves)
 
-    def save(
-        self, saves: Sequence[Save], fence: Any, saving: Saving, *, here: Patience, far: Patience, flush_s: float
-    ) -> list[PutResult]:
-        """Store chunks, and collect late answers to earlier saves.
+    def sends(self, saves: Sequence[Save]) -> bool:
+        """Whether the chunks go to other nodes: there is no node on this host, or the namespace is spread."""
+        client = self._client_of(saves)
+        return client is not None and stores_remotely(client.router, client.namespace.group)
 
-        Chunks for this host's memory are copied from their blocks into slots. Chunks for other nodes are first copied
-        into memory of this process, so that the engine can reuse the blocks while the network is slow.
+    def save(self, saves: Sequence[Save], fence: Any, *, patience: Patience, flush_s: float) -> list[PutResult]:
+        """Store chunks in this host's node, and collect late answers to earlier saves.
 
         Args:
             saves: The saves of one step. They all have the same epoch.
-            here, far: How long to wait for this host's node, and for other nodes. After `here`, only slots that the
-                client already has are used.
+            patience: How long to wait for slots. After that, only slots that the client already has are used.
             flush_s: Wait at most this long for late answers.
         """
-        # All saves of a step have one epoch, and therefore one quota group.
-        client = self.client(Scope(epoch=saves[0].scope.epoch if saves else ""))
+        client = self._client_of(saves)
         if client is None:
             self.skip(saves)
             return [PutResult(0, 0, chunks_of(saves), "the node is not there yet")]
         is_answered = False
         try:
-            if stores_remotely(client.router, client.namespace.group):
-                results = self._put(client, saves, fence, far, saving)
-            else:
-                with saving.reading() as may_read:
-                    results = self._put(client, saves, fence, here) if may_read else [_unread(chunks_of(saves))]
+            results = self._put(client, saves, fence, patience)
             late = client.flush(timeout_s=flush_s)
             is_answered = not late.posted
         finally:
@@ -154,23 +151,84 @@ class RankStore:
                 self.reporter.settle(client, saves, is_answered=is_answered)
         return [*results, late]
 
-    def _put(
-        self, client: "Client", saves: Sequence[Save], fence: Any, patience: Patience, copying: Saving | None = None
+    def send(self, saves: Sequence[Save], fence: Any, saving: Saving, *, patience: Patience) -> list[PutResult]:
+        """Store chunks on other nodes.
+
+        Chunks are first copied into memory of this process, so that the engine can reuse their blocks while the network
+        is slow. Chunks whose blocks it has reused before are skipped.
+
+        Args:
+            saves: The saves of one step. They all have the same epoch.
+            saving: What the engine knows of them.
+            patience: How long a message may take, and whether to send no more.
+        """
+        client = self._client_of(saves)
+        assert client is not None, "`sends` found one"
+        results: list[PutResult] = []
+        try:
+            batches = [
+                (layout, batch)
+                for index, layout in self.cache.layouts.items()
+                for batch in _batches(
+                    [self._run(save, patience, results) for save in saves if save.group == index], layout.staged_chunks
+                )
+            ]
+            for number, (layout, batch) in enumerate(batches, start=1):
+                results += self._send_batch(
+                    client, layout, batch, fence, saving, is_last=number == len(batches), patience=patience
+                )
+            if not batches:
+                saving.end_reading()
+        finally:
+            if self.reporter is not None:
+                self.reporter.settle(client, saves, is_answered=True)
+        return results
+
+    def _send_batch(
+        self,
+        client: "Client",
+        layout: Layout,
+        batch: Sequence[_Run],
+        fence: Any,
+        saving: Saving,
+        *,
+        is_last: bool,
+        patience: Patience,
     ) -> list[PutResult]:
-        """Store chunks in batches, each with one message. `copying`: copy each batch out of the blocks of this save."""
+        """Copy a batch of chunks out of their blocks, and send them. `is_last`: no batch of this rank follows."""
+        with saving.reading() as may_read:
+            copies = layout.copied([run.blocks for run in batch], fence) if may_read else None
+        if is_last:
+            saving.end_reading()
+        results, step = [], max(1, MESSAGE_NBYTES // layout.chunk_nbytes)
+        for place, run in enumerate(batch):
+            for start in range(0, len(run.blocks), step):
+                part = run.part(start, min(start + step, len(run.blocks)))
+                if copies is None or patience.ended():
+                    result = PutResult(0, 0, len(part.blocks), RECLAIMED if copies is None else "the engine stops")
+                else:
+                    put = part.put(copies[place][start : start + step])
+                    result = client.put_many([put], wait=True, timeout_s=patience.try_s)
+                results.append(result)
+                if self.reporter is not None:
+                    self.reporter.add(run.number, part.keys, part.depth, is_stored=not result.skipped)
+        return results
+
+    def _client_of(self, saves: Sequence[Save]) -> "Client | None":
+        # All saves of a step have one epoch, and therefore one quota group.
+        return self.client(Scope(epoch=saves[0].scope.epoch if saves else ""))
+
+    def _put(self, client: "Client", saves: Sequence[Save], fence: Any, patience: Patience) -> list[PutResult]:
+        """Copy chunks in batches into the node's memory. Commit each batch with one message."""
         results: list[PutResult] = []
         for index, layout in self.cache.layouts.items():
             if isinstance(layout, GpuLayout):
                 layout.use_arena(client)
             runs = [self._run(save, patience, results) for save in saves if save.group == index]
-            for batch in _batches(runs, layout.staged_chunks if copying else layout.batch_chunks):
-                blocks = [run.blocks for run in batch]
-                values = _copies(layout, blocks, fence, copying) if copying else layout.values(blocks, fence)
-                if values is None:
-                    result = _unread(sum(map(len, blocks)))
-                else:
-                    puts = [run.put(each) for run, each in zip(batch, values, strict=True)]
-                    result = _put_patiently(client, puts, patience)
+            for batch in _batches(runs, layout.batch_chunks):
+                values = layout.values([run.blocks for run in batch], fence)
+                puts = [run.put(each) for run, each in zip(batch, values, strict=True)]
+                result = _put_patiently(client, puts, patience)
                 results.append(result)
                 if self.reporter is not None:
                     is_stored = not result.skipped and not result.posted
@@ -202,18 +260,6 @@ class RankStore:
             results.append(PutResult(0, 0, len(run.keys)))  # no answer in time
             held = len(run.keys)
         return run.part(held, len(run.keys))
-
-
-def _copies(
-    layout: Layout, blocks: Sequence[Sequence[Sequence[int]]], fence: Any, saving: Saving
-) -> list[Values] | None:
-    """Copy the chunks of one batch out of their blocks. None: the engine has reused the blocks."""
-    with saving.reading() as may_read:
-        return layout.copied(blocks, fence) if may_read else None
-
-
-def _unread(chunks: int) -> PutResult:
-    return PutResult(0, 0, chunks, RECLAIMED)
 
 
 def _put_patiently(client: "Client", puts: Sequence[Put], patience: Patience) -> PutResult:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Event, Lock
 from typing import Final
 
@@ -14,7 +14,6 @@ EARLY_S: Final = 0.002
 """A call that waits for the node may end this long before its deadline."""
 
 
-@dataclass(slots=True)
 class Saving:
     """The saves of one step, in flight.
 
@@ -22,15 +21,21 @@ class Saving:
         blocks: Blocks that the saves read.
         chunks: Number of chunks, for all ranks.
         needed: Set when a step needs the blocks, or those of a later save. Then the saves wait no longer for slots.
+        free: Set when the saves have read their blocks, or have ended.
         future: The results.
     """
 
-    blocks: set[int]
-    chunks: int
-    needed: Event = field(default_factory=Event)
-    future: Future[list[PutResult]] = field(init=False)
-    _reading: Lock = field(default_factory=Lock)
-    _is_reclaimed: bool = False
+    def __init__(self, blocks: set[int], chunks: int, *, ranks: int) -> None:
+        """Describe saves that have not begun. `ranks`: how many call `end_reading`."""
+        self.blocks, self.chunks = blocks, chunks
+        self.needed, self.free = Event(), Event()
+        self.future: Future[list[PutResult]]
+        self._ranks, self._reading, self._is_reclaimed = ranks, Lock(), False
+
+    def watch(self, future: Future[list[PutResult]]) -> None:
+        """Set the results, which will be there when the saves end."""
+        self.future = future
+        future.add_done_callback(lambda _: self.free.set())
 
     @contextmanager
     def reading(self) -> Iterator[bool]:
@@ -38,15 +43,24 @@ class Saving:
         with self._reading:
             yield not self._is_reclaimed
 
-    def reclaim(self) -> None:
-        """Give the blocks back to the engine, when nobody reads them. Waits for the thread that does."""
-        with self._reading:
-            self._is_reclaimed = True
+    def end_reading(self) -> None:
+        """One more rank has copied all its chunks out of the blocks."""
+        self._ranks -= 1
+        if not self._ranks:
+            self.free.set()
+
+    def reclaim(self, timeout_s: float) -> None:
+        """Give the blocks to the engine: when the saves have read them, or after this time when nobody reads them."""
+        self.free.wait(timeout_s)
+        if not self.future.cancel():
+            with self._reading:
+                self._is_reclaimed = True
+        self.blocks.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a save may wait for the node.
+    """How long a save may wait for this host's node.
 
     A save tries again and again, and each try is short. So it can end when the engine needs the blocks.
 

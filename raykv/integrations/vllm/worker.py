@@ -3,6 +3,7 @@
 Saves run on one separate thread after a step's forward pass. Full blocks do not change, so the next steps do not wait
 for saves, and a save waits for the node up to `save_timeout_s`. But if vLLM gives a block to another use, the next step
 waits for the saves that read this block. The step ends those that do not begin or get slots within `store_timeout_s`.
+Chunks for other nodes are copied out of their blocks before they are sent, so a step never waits for the network.
 
 Loads run on separate threads. The engine does not touch the blocks of a loading request, even after an abort, until the
 load is reported as finished. Therefore every load, even a failed one, must be reported exactly once.
@@ -341,8 +342,8 @@ class WorkerSide:
         if len(self.saving) < MAX_SAVING_STEPS:
             fence = self._stores[0].fence()
             blocks = {block for save in saves for chunk in save.blocks for block in chunk}
-            saving = Saving(blocks, self._chunks_of(saves))
-            saving.future = self._saver.submit(self._save, saves, fence, saving)
+            saving = Saving(blocks, self._chunks_of(saves), ranks=len(self._stores))
+            saving.watch(self._saver.submit(self._save, saves, fence, saving))
             self.saving.append(saving)
             for reporter in self._reporters:
                 reporter.watch(saves, saving.future)
@@ -360,10 +361,7 @@ class WorkerSide:
         for number in range(reading[-1] + 1):  # one thread saves, so earlier saves must not wait either
             self.saving[number].needed.set()
         for number in reading:
-            saving = self.saving[number]
-            wait([saving.future], max(0.0, until_s - self._clock()))
-            if not saving.future.cancel():
-                saving.reclaim()
+            self.saving[number].reclaim(max(0.0, until_s - self._clock()))
 
     def count_saves(self) -> str:
         """Add the ended saves to the statistics. Never waits.
@@ -392,17 +390,30 @@ class WorkerSide:
     def _save(self, saves: Sequence[Save], fence: Any, saving: Saving) -> list[PutResult]:
         """Store chunks, and collect late answers to earlier saves. If `saves` is empty, wait a short time for them.
 
-        Waits at most `save_timeout_s` for slots, and not at all if the client has enough.
+        Waits at most `save_timeout_s` for slots, and not at all if the client has enough. Each message to another node
+        may take as long.
         """
         short_s, long_s = self._config.store_timeout_s, self._config.save_timeout_s
         until_s = self._clock() + long_s
-        here = Patience(self._clock, short_s, until_s, lambda: saving.needed.is_set() or self._closing.is_set())
-        far = Patience(self._clock, long_s, until_s, self._closing.is_set)
+        if any(store.sends(saves) for store in self._stores):
+            patience = Patience(self._clock, long_s, until_s, self._closing.is_set)
+            return self._on_all_ranks(saves, lambda store: store.send(saves, fence, saving, patience=patience))
+        patience = Patience(self._clock, short_s, until_s, lambda: saving.needed.is_set() or self._closing.is_set())
         flush_s = 0.0 if saves else short_s
+        with saving.reading() as may_read:
+            if may_read:
+                return self._on_all_ranks(
+                    saves, lambda store: store.save(saves, fence, patience=patience, flush_s=flush_s)
+                )
+        for store in self._stores:
+            store.skip(saves)
+        return [PutResult(0, 0, saving.chunks, RECLAIMED)]
+
+    def _on_all_ranks(self, saves: Sequence[Save], save: Callable[[RankStore], list[PutResult]]) -> list[PutResult]:
         results: list[PutResult] = []
         for number, store in enumerate(self._stores):
             try:
-                results += store.save(saves, fence, saving, here=here, far=far, flush_s=flush_s)
+                results += save(store)
             except Exception:
                 for other in self._stores[number + 1 :]:  # a chunk is useful only if all ranks store it
                     other.skip(saves)
