@@ -479,7 +479,7 @@ def test_blocks_are_free_while_their_chunks_are_sent_to_another_node(
         waiting.start()
         waiting.join(WAIT_S)
         assert not waiting.is_alive(), "the engine waits for the network"
-        bench.worker.saving[1].reclaim(0.0)
+        bench.worker.saving[1].reclaim()
         assert not bench.worker.saving[0].future.done()
         bench.cache[:6] = 0
         os.kill(far.process.pid, signal.SIGCONT)

@@ -49,9 +49,8 @@ class Saving:
         if not self._ranks:
             self.free.set()
 
-    def reclaim(self, timeout_s: float) -> None:
-        """Give the blocks to the engine: when the saves have read them, or after this time when nobody reads them."""
-        self.free.wait(timeout_s)
+    def reclaim(self) -> None:
+        """Give the blocks to the engine. Waits for the thread that reads them; afterwards none may."""
         if not self.future.cancel():
             with self._reading:
                 self._is_reclaimed = True

@@ -361,7 +361,10 @@ class WorkerSide:
         for number in range(reading[-1] + 1):  # one thread saves, so earlier saves must not wait either
             self.saving[number].needed.set()
         for number in reading:
-            self.saving[number].reclaim(max(0.0, until_s - self._clock()))
+            saving = self.saving[number]
+            if not saving.free.is_set():
+                wait([saving.future], max(0.0, until_s - self._clock()))
+            saving.reclaim()
 
     def count_saves(self) -> str:
         """Add the ended saves to the statistics. Never waits.
