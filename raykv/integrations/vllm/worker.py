@@ -2,8 +2,8 @@
 
 Saves run on one separate thread after a step's forward pass. Full blocks do not change, so the next steps do not wait
 for saves, and a save waits for the node up to `save_timeout_s`. But if vLLM gives a block to another use, the next step
-waits for the saves that read this block. The step ends those that do not begin or get slots within `store_timeout_s`.
-Chunks for other nodes are copied out of their blocks before they are sent, so a step never waits for the network.
+waits for the saves that read this block, and ends those that do not begin or get slots within `store_timeout_s`. Chunks
+for other nodes are copied out of their blocks before they are sent, so a step never waits for the network.
 
 Loads run on separate threads. The engine does not touch the blocks of a loading request, even after an abort, until the
 load is reported as finished. Therefore every load, even a failed one, must be reported exactly once.
@@ -391,22 +391,17 @@ class WorkerSide:
             store.prepare(chunks, scope, self._config.store_timeout_s)
 
     def _save(self, saves: Sequence[Save], fence: Any, saving: Saving) -> list[PutResult]:
-        """Store chunks, and collect late answers to earlier saves. If `saves` is empty, wait a short time for them.
-
-        Waits at most `save_timeout_s` for slots, and not at all if the client has enough. Each message to another node
-        may take as long.
-        """
+        """Store chunks, and collect late answers to earlier saves. If `saves` is empty, wait a short time for them."""
         short_s, long_s = self._config.store_timeout_s, self._config.save_timeout_s
         until_s = self._clock() + long_s
         if any(store.sends(saves) for store in self._stores):
             patience = Patience(self._clock, long_s, until_s, self._closing.is_set)
             return self._on_all_ranks(saves, lambda store: store.send(saves, fence, saving, patience=patience))
         patience = Patience(self._clock, short_s, until_s, lambda: saving.needed.is_set() or self._closing.is_set())
-        flush_s = 0.0 if saves else short_s
         with saving.reading() as may_read:
             if may_read:
                 return self._on_all_ranks(
-                    saves, lambda store: store.save(saves, fence, patience=patience, flush_s=flush_s)
+                    saves, lambda store: store.save(saves, fence, patience=patience, flush_s=0.0 if saves else short_s)
                 )
         for store in self._stores:
             store.skip(saves)
