@@ -211,7 +211,8 @@ class RankStore:
                     result = client.put_many([put], wait=True, timeout_s=patience.try_s)
                 results.append(result)
                 if self.reporter is not None:
-                    self.reporter.add(run.number, part.keys, part.depth, is_stored=not result.skipped)
+                    is_stored = not result.skipped and not result.posted
+                    self.reporter.add(run.number, part.keys, part.depth, is_stored=is_stored)
         return results
 
     def _client_of(self, saves: Sequence[Save]) -> "Client | None":
