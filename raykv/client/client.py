@@ -154,8 +154,8 @@ class Client(AdminCalls):
                 searches only this host's memory.
         """
         found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
-        here: Bits = self._fetcher.lengths(found, deadline_s) > 0
-        if not here.all():
+        here = self._fetcher.ready(found, deadline_s)
+        if not here.all() and time.monotonic() < deadline_s:
             unknown = np.flatnonzero(~here)
             located = self.router.locate(found[unknown], deadline_s, group=self._group.digest)
             here[unknown] = [bool(holders) for holders in located.holders]
@@ -167,7 +167,7 @@ class Client(AdminCalls):
         If the owner does not answer, the result is False. This call does not count as a read of the chunks.
         """
         found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
-        gone: Bits = self._fetcher.lengths(found, deadline_s) == 0
+        gone = ~self._fetcher.ready(found, deadline_s)
         unknown = np.flatnonzero(gone)
         if len(unknown):
             located = self.router.locate(found[unknown], deadline_s, group=self._group.digest)
