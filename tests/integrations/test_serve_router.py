@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ from raykv.integrations.routing.reader import Reader
 from raykv.integrations.routing.replicas import Replica
 from raykv.integrations.routing.report import EngineReport, ReplicaReport, path_name
 from raykv.integrations.routing.routes import Choice, Routes
-from raykv.integrations.routing.segments import SEGMENT_CHARS, Cutter, cut_tokens, prefix_keys
+from raykv.integrations.routing.segments import MIN_SEGMENT_CHARS, SEGMENT_CHARS, Cutter, cut_tokens, prefix_keys
 from raykv.integrations.routing.trail import MAX_TRAIL, Routed, Trail, find
 from tests.support.nodes import wait_until
 
@@ -517,9 +517,15 @@ def test_a_text_that_cannot_be_cut_is_one_segment():
     text = "x" * 10 * SEGMENT_CHARS
     assert Cutter([]).cut(text) == [text]
     assert Cutter(["<end>"], cuts=False).cut("one<end>two three") == ["one<end>two three"]
-    assert Cutter(["<end>"]).cut("one<end>two") == ["one", "<end>two"]
     assert Cutter([]).cut("") == []
     assert [len(part) for part in cut_tokens(range(1200))] == [512, 512, 176]
+
+
+def test_special_tokens_that_follow_each_other_begin_one_segment():
+    cutter = Cutter(["<end>", "<start>"])
+    first, second = "x" * MIN_SEGMENT_CHARS, "y" * (MIN_SEGMENT_CHARS - 1)
+    assert cutter.cut(f"{first}<end><start>{first}<end>") == [first, f"<end><start>{first}", "<end>"]
+    assert cutter.cut(f"{second}<end><start>{first}") == [f"{second}<end>", f"<start>{first}"]
 
 
 def test_names_follow_the_tokens_however_they_are_cut():
@@ -556,6 +562,7 @@ class SlowTokenizer:
 
 
 def test_tokens_that_are_late_are_there_for_the_next_request(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader_module, "LATER_CHARS", 0)
     monkeypatch.setattr(reader_module, "INLINE_CHARS", 2048)
     tokenizer = SlowTokenizer()
     segments = ["a" * 2000, "b" * 2000]
@@ -580,7 +587,59 @@ def test_tokens_that_are_late_are_there_for_the_next_request(monkeypatch: pytest
     assert Counter(tokenizer.texts)[segments[0]] == 1, "the prompts of a burst share the tokens of their prefix"
 
 
+def test_short_new_text_is_tokenized_after_the_choice(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader_module, "LATER_S", 0.001)
+    monkeypatch.setattr(reader_module, "MAX_LATER", 2)
+    tokenizer, long = SlowTokenizer(), "a" * (reader_module.LATER_CHARS + 4)
+    tokenizer.go.set()
+
+    async def run() -> None:
+        reader = Reader(tokenizer, timeout_s=5.0)
+        first = await reader.read(b"", [long], NAMING, START)
+        assert (first.known, first.tokens) == (1, len(long)), "long text counts for the choice"
+        turns = [await reader.read(b"", [long, f"question {n}"], NAMING, START) for n in range(3)]
+        assert all(each.known == 1 and each.ends == [len(long), len(long) + 10] for each in turns), "as many per token"
+        assert tokenizer.texts == [long]
+        await until(lambda: len(reader.prefixes) == 3)
+        known = [await reader.read(b"", [long, f"question {n}"], NAMING, START) for n in range(3)]
+        assert [each.known for each in known] == [2, 2, 1], "at most MAX_LATER wait"
+        assert known[0].ends == [len(long), len(long) + 10]
+        reader.close()
+
+    asyncio.run(run())
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen within 10 s")
+
+
+def test_a_text_that_the_tokenizer_refuses_stays_estimated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(reader_module, "LATER_S", 0.0)
+    asked: list[str] = []
+
+    def refuse(texts: Sequence[str]) -> list[list[int]]:
+        asked.extend(texts)
+        raise UnicodeEncodeError("utf-8", texts[0], 0, 1, "surrogates not allowed")
+
+    async def run() -> None:
+        reader = Reader(refuse, timeout_s=5.0)
+        assert (await reader.read(b"", ["\ud800 is refused"], NAMING, START)).tokens == 3
+        await until(lambda: bool(asked))
+        assert (await reader.read(b"", ["\ud800 is refused"], NAMING, START)).known == 0
+        reader.close()
+
+    asyncio.run(run())
+    assert not caplog.records
+
+
 def test_a_reader_that_is_closed_meanwhile_ends_its_waits_without_tokens(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader_module, "LATER_CHARS", 0)
     monkeypatch.setattr(reader_module, "INLINE_CHARS", 10)
     tokenizer = SlowTokenizer()
 

@@ -94,8 +94,8 @@ class ChunkFinder:
             return ()
         places = probes(len(names))
         keys = client.keys([names[place] for place in places])
-        here = client.locate(keys, timeout_s=0.0)
-        local = [() if each is None else (each.node_id,) for each in here]
+        mine = () if client.router.local_id is None else (client.router.local_id,)
+        local = [mine if each else () for each in client.exists(keys, timeout_s=0.0).tolist()]
         runs = runs_of(places, local, [False] * len(places))
         if client.router.is_alone or (all_near and runs and runs[-1].stop >= HERE_SHARE * len(names)):
             return runs

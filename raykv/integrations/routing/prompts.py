@@ -8,7 +8,7 @@ from typing import Any, Final
 from raykv.integrations.routing.segments import Segment, prefix_keys
 
 CHARS_PER_TOKEN: Final = 4.0
-"""Estimate for text whose tokens are not known yet."""
+"""Estimate for text whose tokens are not known yet, if nothing of its prompt is known."""
 MAX_PREFIXES: Final = 32_768
 """At most this many prefixes are remembered, the least recently used go first."""
 MAX_NAMES: Final = 262_144
@@ -143,6 +143,8 @@ class Prefixes:
     @staticmethod
     def _estimate(prompt: Prompt, segments: Sequence[Segment]) -> None:
         end = float(prompt.tokens)
+        chars = sum(len(segment) for segment in segments[: prompt.known] if isinstance(segment, str))
+        chars_per_token = chars / end if chars and end else CHARS_PER_TOKEN
         for segment in segments[prompt.known :]:
-            end += len(segment) / CHARS_PER_TOKEN if isinstance(segment, str) else len(segment)
+            end += len(segment) / chars_per_token if isinstance(segment, str) else len(segment)
             prompt.ends.append(round(end))

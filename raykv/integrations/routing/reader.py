@@ -4,12 +4,18 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from typing import Final
 
 from raykv.integrations.routing.prompts import Naming, PrefixEnd, Prefixes, Prompt
 from raykv.integrations.routing.segments import Segment
 
+LATER_CHARS: Final = 4096
+"""New text up to this length, about 1 000 tokens, hardly changes the choice, so its tokens are estimated. It is
+tokenized after LATER_S for the next turn, when the request is on its way to a replica."""
+LATER_S: Final = 0.05
+MAX_LATER: Final = 1024
+"""At most this many prompts are to be read later. The tokens of further ones are not needed before their next turn."""
 INLINE_CHARS: Final = 8192
 """Shorter new text is tokenized on the event loop. This takes 1.6 ms at most. A change to a thread and back takes 6 ms
 at the 99th percentile on a busy host."""
@@ -24,7 +30,7 @@ Tokenize = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
 
 class Reader:
-    """Reads prompts: names of chunks for what was tokenized in time, estimates for the rest.
+    """Reads prompts: names of chunks for what is known or was tokenized in time, estimates for the rest.
 
     Attributes:
         prefixes: The known prefixes.
@@ -34,7 +40,7 @@ class Reader:
         """Start the thread. `tokenize` returns the tokens of texts; it is called on any thread, one call at a time."""
         self._tokenize, self._timeout_s = tokenize, timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-tokens")
-        self._jobs = 0
+        self._jobs = self._later = 0
         self._recent: OrderedDict[bytes, Sequence[int]] = OrderedDict()
         self.prefixes = Prefixes()
 
@@ -54,44 +60,50 @@ class Reader:
         if not new or naming is None:
             return prompt
         texts = [each for each in new if isinstance(each, str)]
+        chars = sum(map(len, texts))
         if len(texts) < len(new):
             self.prefixes.add(prompt, [each for each in new if not isinstance(each, str)], naming, start)
-        elif not self._jobs and sum(map(len, texts)) <= INLINE_CHARS:
+        elif chars <= LATER_CHARS:
+            if self._later < MAX_LATER:
+                self._later += 1
+                asyncio.get_running_loop().call_later(LATER_S, self._catch_up, scope, segments, naming, start)
+        elif not self._jobs and chars <= INLINE_CHARS:
             self.prefixes.add(prompt, self._tokenize(texts), naming, start)
         elif self._jobs < MAX_JOBS:
-            await self._read_on_thread(scope, segments, prompt, texts, partial(self._add, naming=naming, start=start))
+            job = self._begin(scope, segments, prompt, naming, start)
+            done, _ = await asyncio.wait([job], timeout=self._timeout_s)
+            if done:
+                return self.prefixes.read(scope, segments)
         return prompt
 
-    async def _read_on_thread(
-        self,
-        scope: bytes,
-        segments: Sequence[Segment],
-        prompt: Prompt,
-        texts: Sequence[str],
-        add: Callable[[Prompt, Sequence[Sequence[int]]], None],
-    ) -> None:
-        """Tokenize on the thread. What is late is added to the prefixes, for the next requests."""
-        first, keys = prompt.known, prompt.keys[prompt.known : prompt.known + len(texts)]
-        job = asyncio.get_running_loop().run_in_executor(self._thread, self._tokenize_new, keys, texts)
+    def _catch_up(self, scope: bytes, segments: Sequence[Segment], naming: Naming, start: PrefixEnd) -> None:
+        """Tokenize the short text whose tokens were estimated, unless another prompt with the same text was sooner."""
+        self._later -= 1
+        prompt = self.prefixes.read(scope, segments)
+        if prompt.known < len(segments) and self._jobs < MAX_JOBS:
+            with suppress(RuntimeError):  # it is closed
+                self._begin(scope, segments, prompt, naming, start)
+
+    def _begin(
+        self, scope: bytes, segments: Sequence[Segment], prompt: Prompt, naming: Naming, start: PrefixEnd
+    ) -> "asyncio.Future[list[Sequence[int]]]":
+        """Tokenize a prompt's next segments on the thread. The prefixes have the tokens when the future is done."""
+        first, stop = prompt.known, prompt.known + MAX_NEW_SEGMENTS
+        texts = [each for each in segments[first:stop] if isinstance(each, str)]
+
+        def end(job: "asyncio.Future[list[Sequence[int]]]") -> None:
+            self._jobs -= 1
+            if not job.cancelled() and not job.exception():  # a tokenizer refuses some texts
+                known = self.prefixes.read(scope, segments)
+                if known.known >= first:
+                    self.prefixes.add(known, job.result()[known.known - first :], naming, start)
+
+        job = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._tokenize_new, prompt.keys[first : first + len(texts)], texts
+        )
         self._jobs += 1
-        job.add_done_callback(self._end)
-        done, _ = await asyncio.wait([job], timeout=self._timeout_s)
-        if job.cancelled():  # the reader was closed meanwhile
-            return
-        if done:
-            add(prompt, job.result())
-            return
-
-        def add_late(ended: "asyncio.Future[list[Sequence[int]]]") -> None:
-            if not ended.cancelled() and not ended.exception():
-                late = self.prefixes.read(scope, segments)
-                if late.known >= first:
-                    add(late, ended.result()[late.known - first :])
-
-        job.add_done_callback(add_late)
-
-    def _add(self, prompt: Prompt, tokens: Sequence[Sequence[int]], *, naming: Naming, start: PrefixEnd) -> None:
-        self.prefixes.add(prompt, tokens, naming, start)
+        job.add_done_callback(end)
+        return job
 
     def _tokenize_new(self, keys: Sequence[bytes], texts: Sequence[str]) -> list[Sequence[int]]:
         """Tokenize the segments that no earlier job has tokenized: the prompts of a burst share their prefix."""
@@ -102,8 +114,3 @@ class Reader:
         while len(self._recent) > MAX_RECENT:
             self._recent.popitem(last=False)
         return found
-
-    def _end(self, job: "asyncio.Future[list[Sequence[int]]]") -> None:
-        self._jobs -= 1
-        if not job.cancelled():
-            job.exception()  # read it; otherwise asyncio logs the exception of a job that nobody waits for

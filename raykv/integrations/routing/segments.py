@@ -3,7 +3,8 @@
 Two prompts with the same beginning have the same segments there. So a router makes tokens only of new segments. The
 cuts depend on the text before them alone:
 
-* before each special token of the tokenizer, such as the one at the start of a message;
+* before a special token of the tokenizer, such as the one at the start of a message, if MIN_SEGMENT_CHARS have gone by
+  since the last such cut;
 * in between, after SEGMENT_CHARS characters, before the next space between two letters. There, tokenizers begin a new
   word.
 """
@@ -16,6 +17,8 @@ from typing import Final
 import numpy as np
 
 SEGMENT_CHARS: Final = 2048
+MIN_SEGMENT_CHARS: Final = 32
+"""Templates put up to five special tokens between two messages. A segment for each would only cost time."""
 SEGMENT_TOKENS: Final = 512
 """Prompts that are given as tokens are cut after this many tokens."""
 MAX_SEGMENTS: Final = 2048
@@ -44,7 +47,11 @@ class Cutter:
         """Return the segments of a text, at most MAX_SEGMENTS."""
         if not self._cuts:
             return [text] if text else []
-        starts = [] if self._special is None else [found.start() for found in self._special.finditer(text)]
+        starts, last = [], 0
+        for found in () if self._special is None else self._special.finditer(text):
+            if found.start() >= last + MIN_SEGMENT_CHARS:
+                last = found.start()
+                starts.append(last)
         segments: list[str] = []
         for start, stop in zip([0, *starts], [*starts, len(text)], strict=True):
             segments += self._parts(text, start, stop)
