@@ -42,6 +42,7 @@ def stored_on(running: EmbeddedCluster, node: int, keys: KeyArray) -> list[bool]
 def lower(node: Node, keys: KeyArray) -> None:
     """Move chunks from memory to the node's first tier."""
     mover, store = node.mover, node.store
+    wait_until(lambda: mover.tiers[0].stats()["state"] == "on")
     rows = store.table.find(keys)
     chunks, taken = mover.demotion.write(mover.tiers[0], rows, keys)
     assert taken == len(chunks) == len(keys)

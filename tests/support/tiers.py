@@ -19,6 +19,9 @@ from raykv.tier.ssd.tier import SsdTier
 
 BLOCK = 4096
 SEGMENT = PACK = 1 << 20
+WAIT_S = 60.0
+"""Longer than a busy machine's disk is still."""
+PATIENT = {"io_timeout_s": WAIT_S}
 
 
 class Names:
@@ -78,7 +81,7 @@ class Driver:
     def state(self) -> str:
         return str(self.tier.stats()["state"])
 
-    def started(self, timeout_s: float = 20.0) -> Self:
+    def started(self, timeout_s: float = WAIT_S) -> Self:
         wait_for(lambda: self.state != "starting", timeout_s)
         return self
 
@@ -87,7 +90,7 @@ class Driver:
         fields = {"group": 0, **fields}
         return Chunk(key, self.arena.put(content), nbytes, xxhash.xxh3_64_intdigest(content), **fields)
 
-    def write(self, chunks: Sequence[Chunk], timeout_s: float = 20.0) -> list[bool]:
+    def write(self, chunks: Sequence[Chunk], timeout_s: float = WAIT_S) -> list[bool]:
         """Write chunks. While the queue is full, wait. Returns for each chunk whether it was written."""
         written: list[bool] = []
         while len(written) < len(chunks):
@@ -114,7 +117,7 @@ class Driver:
         for first in range(0, len(keys), 16):
             assert all(self.write([self.chunk(key, nbytes, **fields) for key in keys[first : first + 16]]))
 
-    def read(self, keys: Sequence[bytes], nbytes: int, timeout_s: float = 20.0) -> list[bytes | None]:
+    def read(self, keys: Sequence[bytes], nbytes: int, timeout_s: float = WAIT_S) -> list[bytes | None]:
         """Read chunks. Returns the bytes of each chunk, or None if it was not read."""
         offsets = [self.arena.slot(nbytes) for _ in keys]
         event, results = threading.Event(), []
@@ -144,7 +147,7 @@ class SsdDriver(Driver):
 
     def __init__(self, path: Path | Sequence[Path], arena: Arena | None = None, **fields: Any) -> None:
         paths = (path,) if isinstance(path, Path) else tuple(path)
-        config = {"paths": paths, "capacity_nbytes": 16 * SEGMENT, "segment_nbytes": SEGMENT, **fields}
+        config = {"paths": paths, "capacity_nbytes": 16 * SEGMENT, "segment_nbytes": SEGMENT, **PATIENT, **fields}
         arena = arena or Arena()
         super().__init__(SsdTier(SsdConfig.load(config), environment(arena)), arena)
 
@@ -167,7 +170,9 @@ class FileDriver(Driver):
     def __init__(self, path: Path, writer: str = "a", arena: Arena | None = None, **fields: Any) -> None:
         config = {"path": path, "capacity_nbytes": 64 * PACK, "pack_nbytes": PACK, "scan_s": 0.03, "seal_s": 0.1}
         arena = arena or Arena(16 << 20)
-        super().__init__(FileTier(FileTierConfig.load({**config, **fields}), environment(arena, writer)), arena)
+        super().__init__(
+            FileTier(FileTierConfig.load({**config, **PATIENT, **fields}), environment(arena, writer)), arena
+        )
         self.folder = path / "raykv"
 
     def on(self) -> Self:
@@ -204,7 +209,7 @@ def keys_for(count: int, salt: int = 0) -> list[bytes]:
     return [xxhash.xxh3_128_digest(b"%d %d" % (salt, number)) for number in range(count)]
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
     """Wait until the condition holds."""
     event = threading.Event()
     for _ in range(int(timeout_s / 0.005)):

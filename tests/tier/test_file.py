@@ -801,15 +801,18 @@ def test_no_call_waits_for_a_slow_file_system(tmp_path, monkeypatch, call):
 
 def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(file_tier, "CLOSE_S", 0.2)
-    keys, real, block, done = keys_for(30), os.pwritev, threading.Event(), []
+    keys, real, writing, block, done = keys_for(30), os.pwritev, threading.Event(), threading.Event(), []
 
     def slow(*given):
+        writing.set()
         block.wait(10.0)
         return real(*given)
 
     one = FileDriver(tmp_path).on()
     monkeypatch.setattr(os, "pwritev", slow)
     for key in keys:
+        if key == keys[1]:
+            assert writing.wait(20.0), "the others are queued behind the first"
         one.tier.write([one.chunk(key, 5000)], lambda chunks, good: done.append(list(good)))
     began_s = time.monotonic()
     one.tier.close()

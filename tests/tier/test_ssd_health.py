@@ -259,7 +259,7 @@ def test_a_drive_that_breaks_and_comes_back(mount):
 def test_a_drive_that_hangs(mount):
     """On a frozen file system, writes hang in the kernel until it is thawed."""
     path = mount("ext4", 64 * SEGMENT)
-    with SsdDriver(path, io_timeout_s=0.4).started() as driven:
+    with SsdDriver(path, io_timeout_s=2.0).started() as driven:
         driven.put(keys_for(20), NBYTES)
         control(path, FREEZE)
         try:
@@ -298,7 +298,7 @@ def test_a_drive_that_hangs(mount):
 @pytest.mark.slow
 def test_one_of_two_that_hangs_does_not_hold_up_the_other(mount, tmp_path: Path):
     path = mount("ext4", 64 * SEGMENT)
-    with SsdDriver([path, tmp_path / "other"], io_timeout_s=0.4, capacity_nbytes=50 * SEGMENT).started() as driven:
+    with SsdDriver([path, tmp_path / "other"], io_timeout_s=2.0, capacity_nbytes=50 * SEGMENT).started() as driven:
         control(path, FREEZE)
         try:
             results: list[bool] = []
@@ -323,7 +323,7 @@ def test_reads_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         hung.wait(20.0)
         return preadv(*arguments)
 
-    with SsdDriver(tmp_path, io_timeout_s=0.3, depth=2).started() as driven:
+    with SsdDriver(tmp_path, io_timeout_s=2.0, depth=2).started() as driven:
         keys = keys_for(20)
         for key in keys:
             driven.put([key], NBYTES)
