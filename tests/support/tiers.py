@@ -20,7 +20,7 @@ from raykv.tier.ssd.tier import SsdTier
 BLOCK = 4096
 SEGMENT = PACK = 1 << 20
 WAIT_S = 60.0
-"""Longer than a busy machine's disk is still."""
+"""Timeout of waits and of disk operations. On a busy machine, a disk can stall for seconds."""
 PATIENT = {"io_timeout_s": WAIT_S}
 
 
