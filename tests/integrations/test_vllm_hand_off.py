@@ -36,6 +36,7 @@ STEP_TOKENS = 24  # max_num_batched_tokens of the toy engines
 OUTPUT = 5
 LOADABLE = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
 LONG_S = 30.0
+STEPS_PER_S = 100  # of an engine that waits; in steps of 2 ms there would be hundreds
 
 Pair = tuple[Engine, Engine]
 MakePair = Callable[..., Pair]
@@ -258,3 +259,37 @@ def test_many_requests(pair: MakePair, followed: list[str], seed: int):
         assert decode.outputs[f"{name} decode"] == expected(prompt, OUTPUT), name
     assert len(followed) > 0
     assert decode.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == decode.blocks - 1
+
+
+def test_an_engine_that_only_waits_for_a_prefill_makes_few_steps(pair: MakePair):
+    """Each step of a waiting engine takes time from a prefill engine on the same processors."""
+    prefill, decode = pair()
+    begin(prefill, decode)
+    assert _steps_within(decode, 1.0) < STEPS_PER_S, "it waits for the first chunk"
+    run_until(prefill, lambda: _computed(prefill) >= STEP_TOKENS)
+    run_until(decode, lambda: filled(decode) >= STEP_TOKENS // BLOCK_TOKENS)
+    assert _steps_within(decode, 1.0) < STEPS_PER_S, "it waits for further chunks"
+    prefill.run()
+    finish(decode)
+    assert decode.loaded_tokens == LOADABLE
+
+
+def test_a_request_that_comes_while_others_wait_for_a_prefill_is_not_kept_waiting(pair: MakePair):
+    """Its lookup ends in a few steps, because the steps are short while such a lookup runs."""
+    _, decode = pair()
+    begin(None, decode)
+    _steps_within(decode, 1.0)
+    decode.add("new", PROMPT[:20], max_tokens=OUTPUT, salt="")
+    began_s = time.monotonic()
+    run_until(decode, lambda: "new" not in decode.scheduler.requests)
+    assert decode.outputs["new"] == expected(PROMPT[:20], OUTPUT)
+    assert time.monotonic() - began_s < LONG_S / 3
+    decode.abort("one decode")
+
+
+def _steps_within(engine: Engine, seconds: float) -> int:
+    until_s, steps = time.monotonic() + seconds, 0
+    while time.monotonic() < until_s:
+        engine.step()
+        steps += 1
+    return steps

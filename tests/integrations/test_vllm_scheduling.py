@@ -58,6 +58,7 @@ from raykv.integrations.vllm import ended as ended_module  # noqa: E402
 from raykv.integrations.vllm import epochs as epochs_module  # noqa: E402
 from raykv.integrations.vllm import lookups as lookups_module  # noqa: E402
 from raykv.integrations.vllm import removals as removals_module  # noqa: E402
+from raykv.integrations.vllm import tracked as tracked_module  # noqa: E402
 from raykv.integrations.vllm import worker as worker_module  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
 from raykv.integrations.vllm.decision import LoadDecision  # noqa: E402
@@ -486,6 +487,7 @@ def wait_or_run(futures: list[Future[Any]], *limits: Any) -> None:
 def waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "wait", wait_or_run)
     monkeypatch.setattr(lookups_module, "wait", wait_or_run)
+    monkeypatch.setattr(tracked_module, "wait", wait_or_run)
 
 
 @pytest.fixture(autouse=True)

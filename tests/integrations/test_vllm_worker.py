@@ -103,7 +103,7 @@ class Bench:
         self.worker.start_loads(StepOrders([Load("r", Scope(), [part])]))
         finished: set[str] = set()
         while not finished:
-            self.worker.await_work()
+            self.worker.await_work(0.002)
             finished, failed = self.worker.pop_finished()
             assert not failed, "one group: only blocks fail"
         return finished

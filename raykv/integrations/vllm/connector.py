@@ -120,6 +120,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         check_cache(vllm_config, kv_cache_config, self._config)
         self._tensor_ranks = tensor_ranks(vllm_config, kv_cache_config, self._config)
         self._groups = Groups(kv_cache_config, self._config.chunk_blocks)
+        self._is_in_lockstep = vllm_config.parallel_config.data_parallel_size > 1
+        """Whether other engines wait for each step of this one: those of a mixture of experts. Then no step waits."""
         self._close: Callable[[], None] = lambda: None
 
     @property
@@ -184,7 +186,11 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         if self._reporter is not None:
             self._reporter.add_tokens(scheduler_output.total_num_scheduled_tokens)
-        return self._run("orders", StepOrders(), self.scheduler_side.orders, scheduler_output)
+        is_idle = not scheduler_output.total_num_scheduled_tokens and not self._is_in_lockstep
+        idle_s = (
+            self.scheduler_side.requests.await_lookups() if is_idle else 0.0
+        )  # not timed, as in `get_transfer_results`
+        return self._run("orders", StepOrders(), self.scheduler_side.orders, scheduler_output, idle_s)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -315,8 +321,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
-        if not orders.computes:
-            self.worker_side.await_work()  # not timed: the engine has nothing else to do
+        if orders.idle_s:
+            self.worker_side.await_work(orders.idle_s)  # not timed: the engine has nothing else to do
         nothing: tuple[set[str], set[str]] = (set(), set())
         finished, failed = self._run("finished", nothing, self.worker_side.pop_finished)
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)

@@ -32,14 +32,14 @@ NOTES: Final = Namespace(model="raykv hand-offs")
 NOTE_NBYTES: Final = 4096
 NOTE_TTL_S: Final = 60.0
 NOTE_TIMEOUT_S: Final = 1.0
-CHUNK_POLL_S: Final = 0.005
-"""While chunks are awaited, they are looked up at this interval."""
-POLL_SHARE: Final = 1 / 16
-MAX_CHUNK_POLL_S: Final = 0.05
-"""A load that has waited long looks less often: after this share of the time, at the latest after MAX_CHUNK_POLL_S. So
-a prefill engine with long steps on the same host gets the processor."""
+MIN_PAUSE_S: Final = 0.005
+PAUSE_SHARE: Final = 1 / 16
+MAX_PAUSE_S: Final = 0.05
+"""A pause between two looks for a prefill engine's chunks is this share of the time waited so far, within these limits.
+So a wait costs little if it is long: a prefill engine on the same host gets the processor."""
 NOTE_POLL_S: Final = 0.05
-"""While a note is awaited, it is looked up at this interval."""
+NOTE_PAUSES: Final = 4
+"""A note is looked up at this interval, or after this many pauses if that is later."""
 
 
 def id_of(request: "Request", hash_tokens: int) -> str:
@@ -53,6 +53,11 @@ def id_of(request: "Request", hash_tokens: int) -> str:
         return ""
     hashes = request.block_hashes[: request.num_prompt_tokens // hash_tokens]
     return f"{found} {hashes[-1].hex() if hashes else ''}"
+
+
+def pause_s(waited_s: float) -> float:
+    """Return how long one who has waited this long for a prefill engine may pause before the next look."""
+    return min(max(MIN_PAUSE_S, PAUSE_SHARE * waited_s), MAX_PAUSE_S)
 
 
 class Notes:
@@ -92,13 +97,14 @@ class Notes:
 
 @dataclass(slots=True)
 class _Awaited:
-    """A lookup that waits for a prefill engine. `note_s`: when to look for the note next."""
+    """A lookup that waits for a prefill engine. `look_s`, `note_s`: when to look next, and when for the note."""
 
     scope: Scope
     prompt: Prompt
     hand_off: str
-    until_s: float
+    began_s: float
     future: Future[Found]
+    look_s: float = 0.0
     note_s: float = 0.0
 
 
@@ -120,8 +126,7 @@ class PrefillWaiter:
             The chunks to load. If the prefill engine still computes some of them, `Found.is_expected` is True. The
             result is NOTHING after `hand_off_timeout_s`, or while no node is connected.
         """
-        until_s = time.monotonic() + self._config.hand_off_timeout_s
-        awaited = _Awaited(scope, prompt, hand_off, until_s, Future[Found]())
+        awaited = _Awaited(scope, prompt, hand_off, time.monotonic(), Future[Found]())
         with self._lock:
             self._awaited.append(awaited)
             if not self._is_running:
@@ -142,13 +147,16 @@ class PrefillWaiter:
                 self._is_running = bool(awaited)
             if not awaited:
                 return
+            now_s = time.monotonic()
             for each in awaited:
-                self._resolve(each)
-            self._closing.wait(CHUNK_POLL_S)
+                if now_s >= each.look_s or self._closing.is_set():
+                    each.look_s = now_s + pause_s(now_s - each.began_s)
+                    self._resolve(each, now_s)
+            self._closing.wait(MIN_PAUSE_S)
 
-    def _resolve(self, awaited: _Awaited) -> None:
+    def _resolve(self, awaited: _Awaited, now_s: float) -> None:
         try:
-            found = self._look(awaited)
+            found = self._look(awaited, now_s)
         except Exception as error:  # noqa: BLE001 - the hook that takes the result raises it again
             if awaited.future.set_running_or_notify_cancel():
                 awaited.future.set_exception(error)
@@ -156,9 +164,9 @@ class PrefillWaiter:
         if found is not None and awaited.future.set_running_or_notify_cancel():
             awaited.future.set_result(found)
 
-    def _look(self, awaited: _Awaited) -> Found | None:
+    def _look(self, awaited: _Awaited, now_s: float) -> Found | None:
         """Return what to load; None if nothing is known yet."""
-        lookups, scope, prompt, now_s = self._lookups, awaited.scope, awaited.prompt, time.monotonic()
+        lookups, scope, prompt = self._lookups, awaited.scope, awaited.prompt
         if self._closing.is_set() or not lookups.clients(scope):
             return NOTHING
         if lookups.has_first(scope, prompt):
@@ -166,14 +174,14 @@ class PrefillWaiter:
             if found.hit.tokens > prompt.computed:
                 return lookups.expected(found, prompt)
         if now_s >= awaited.note_s:
-            awaited.note_s = now_s + NOTE_POLL_S
+            awaited.note_s = now_s + _note_pause_s(now_s - awaited.began_s)
             tickets = self._notes.read(awaited.hand_off, self._config.lookup_timeout_s)
             if tickets is not None:
                 named = lookups.redeem(scope, prompt, tickets)
                 if lookups.is_longest(named, prompt):
                     return named
                 return max(named, lookups.ask(scope, prompt), key=lambda each: each.hit.tokens)
-        return NOTHING if now_s > awaited.until_s else None
+        return NOTHING if now_s > awaited.began_s + self._config.hand_off_timeout_s else None
 
 
 class PrefillChunks:
@@ -200,10 +208,9 @@ class PrefillChunks:
             if stored or self._has_ended or self._clock() >= until_s:
                 return stored
             if self._clock() >= note_s:
-                note_s = self._clock() + NOTE_POLL_S
+                note_s = self._clock() + _note_pause_s(self._clock() - began_s)
                 self._has_ended = self._notes.read(self._hand_off, self._timeout_s) is not None
-            pause_s = min(max(CHUNK_POLL_S, POLL_SHARE * (self._clock() - began_s)), MAX_CHUNK_POLL_S)
-            if not self._has_ended and self._closing.wait(pause_s):
+            if not self._has_ended and self._closing.wait(pause_s(self._clock() - began_s)):
                 return 0
 
     def _leading(self, client: "Client", names: list[bytes], until_s: float) -> int:
@@ -211,3 +218,7 @@ class PrefillChunks:
         if client.locate(keys[:1], timeout_s=left_s) == [None]:
             return 0
         return len(list(takewhile(bool, client.locate(keys, timeout_s=left_s))))
+
+
+def _note_pause_s(waited_s: float) -> float:
+    return max(NOTE_POLL_S, NOTE_PAUSES * pause_s(waited_s))

@@ -6,7 +6,7 @@ that know the holders. For a request with a hand-off ticket, no owner is asked, 
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 LOOKUP_THREADS: Final = 4
 MAX_HASHES_AT_ONCE: Final = 1024
 """At most this many hashes are looked up on the engine's thread. This takes about 1 ms."""
-IDLE_WAIT_S: Final = 0.001
-"""A step without computation waits at most this long for a lookup. Without this wait the engine's thread would spin and
-hold the GIL, which the lookup needs."""
 HAND_OFF_WAIT_S: Final = 0.003
 """A hand-off waits at most this long for its lookups, and for the nodes to commit the last chunks of a prompt. The
 decode engine looks up the chunks that a ticket does not name."""
@@ -150,10 +147,6 @@ class Lookups:
             last = known[index, max(end for _, end in known)]
             held[rank] = {(index, end): known.get((index, end), last) for end in ends}
         return Found(hit, held, is_expected=True)
-
-    def await_any(self, lookups: Sequence[Future[Found]]) -> None:
-        """Wait until one of these lookups has ended, but at most IDLE_WAIT_S."""
-        wait(lookups, IDLE_WAIT_S, FIRST_COMPLETED)
 
     def redeem(self, scope: Scope, prompt: Prompt, tickets: Any) -> Found:
         """Read the holders of the chunks from the prefill engine's tickets, one for each namespace.

@@ -111,15 +111,15 @@ class StepOrders(KVConnectorMetadata):
         saves: Saves to begin after the step's forward pass.
         reused: Ids of blocks that were in earlier saves, and that vLLM has given to other requests. This step may
             overwrite these blocks.
-        computes: Whether the step computes anything. Otherwise it is an idle step, which the engine runs while loads
-            are in flight.
+        idle_s: How long a worker may wait for a load to end. 0: the step computes something. Otherwise it is an idle
+            step, which the engine runs while loads are in flight.
         epoch: The current epoch: see `epochs`. None: unknown, because the orders of this step were lost.
     """
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     reused: set[int] = field(default_factory=set)
-    computes: bool = True
+    idle_s: float = 0.0
     epoch: str | None = None
 
 

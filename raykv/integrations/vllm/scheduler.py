@@ -5,7 +5,6 @@ While a lookup runs on a thread, vLLM's scheduler skips the request and asks aga
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -26,7 +25,7 @@ from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Sco
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.request_trail import EngineTrail
 from raykv.integrations.vllm.stats import RayKVStats
-from raykv.integrations.vllm.tracked import Lookup, Tracked, TrackedRequests, hands_over
+from raykv.integrations.vllm.tracked import Asking, Lookup, Tracked, TrackedRequests, hands_over
 from raykv.protocol.namespace import Namespace
 
 if TYPE_CHECKING:
@@ -196,14 +195,10 @@ class SchedulerSide:
         near = next(iter(clients.values())).nodes_on_this_host()
         return hit_sources(lookup.found, range(lookup.computed, lookup.computed + tokens), near)
 
-    def orders(self, step: "SchedulerOutput") -> StepOrders:
-        """Return the orders of the step that vLLM has just scheduled."""
+    def orders(self, step: "SchedulerOutput", idle_s: float = 0.0) -> StepOrders:
+        """Return the orders of the step that vLLM has just scheduled. `idle_s`: see `StepOrders`."""
         loads, self._ordered_loads = self._ordered_loads, []
         self._decision.add_step(step.total_num_scheduled_tokens)
-        if not step.total_num_scheduled_tokens:
-            running = [tracked.asking[1] for tracked in self.requests.values() if tracked.asking]
-            if running:
-                self._lookups.await_any(running)
         lost = [save for save in self._last_saves if self._is_reused(save)]
         saves, self._last_saves = [save for save in self._last_saves if save not in lost], []
         if self.events is not None:
@@ -220,8 +215,7 @@ class SchedulerSide:
                     tables = state.resolve_block_ids(request_id)
                     saves += self._states(self.requests[request_id], states, tables)
             self._watch(saves)
-        computes = step.total_num_scheduled_tokens > 0
-        return StepOrders(loads, saves, reused, computes=computes, epoch=self.requests.epochs.current)
+        return StepOrders(loads, saves, reused, idle_s, self.requests.epochs.current)
 
     def finish(self, request: "Request") -> dict[str, Any] | None:
         """Stop tracking a request.
@@ -235,7 +229,7 @@ class SchedulerSide:
             return None
         self._trail.add(tracked)
         if tracked.asking is not None:
-            tracked.asking[1].cancel()
+            tracked.asking.future.cancel()
         is_completed = request.status in _COMPLETED
         if not (is_completed and hands_over(request)):
             self._ended.send_hints(tracked)
@@ -303,21 +297,22 @@ class SchedulerSide:
         if tickets and self._lookups.is_longest(named, prompt):
             self._stats.count("lookups", 1, "ticket")
             return named
-        if tracked.asking is None or tracked.asking[0] != prompt.computed:
-            tracked.asking = prompt.computed, self._begin_lookup(tracked, prompt)
-        if not tracked.asking[1].done():
+        if tracked.asking is None or tracked.asking.computed != prompt.computed:
+            tracked.asking = self._begin_lookup(tracked, prompt)
+        if not tracked.asking.future.done():
             return None
-        asking, tracked.asking = tracked.asking[1], None
-        found = max(named, asking.result(), key=lambda each: each.hit.tokens)
+        asking, tracked.asking = tracked.asking, None
+        found = max(named, asking.future.result(), key=lambda each: each.hit.tokens)
         outcome = "ticket" if found is named else "expected" if found.is_expected else "hit"
         self._stats.count("lookups", 1, outcome if found.hit.tokens else "miss")
         return found
 
-    def _begin_lookup(self, tracked: Tracked, prompt: Prompt) -> Future[Found]:
+    def _begin_lookup(self, tracked: Tracked, prompt: Prompt) -> Asking:
         hand_off = self._hand_off(tracked.request)
         if hand_off and not tracked.admission and not hands_over(tracked.request):
-            return self._prefills.begin(tracked.scope, prompt, hand_off)
-        return self._lookups.begin(tracked.scope, prompt, record=tracked.lookup is None)
+            future = self._prefills.begin(tracked.scope, prompt, hand_off)
+            return Asking(prompt.computed, future, follows_s=time.monotonic())
+        return Asking(prompt.computed, self._lookups.begin(tracked.scope, prompt, record=tracked.lookup is None))
 
     def _hand_off(self, request: "Request") -> str:
         return id_of(request, self._groups.hash_tokens)

@@ -2,17 +2,24 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from vllm.v1.request import RequestStatus
 
 from raykv.integrations.vllm.epochs import Epochs, Statement
+from raykv.integrations.vllm.hand_off import MAX_PAUSE_S, pause_s
 from raykv.integrations.vllm.hints import NO_HINTS, RequestHints
 from raykv.integrations.vllm.lookups import Found
 from raykv.integrations.vllm.metadata import LoadTimes, Scope
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+LOOKUP_WAIT_S: Final = 0.001
+"""A step without computation waits at most this long for a lookup. Without this wait the engine's thread would spin and
+hold the GIL, which the lookup needs."""
 
 
 @dataclass(slots=True)
@@ -25,12 +32,32 @@ class Lookup:
 
 
 @dataclass(slots=True)
+class Asking:
+    """A running lookup.
+
+    Attributes:
+        computed: Number of tokens that the engine had already, as `Lookup.computed`.
+        future: The future result.
+        follows_s: Since when it waits for a prefill engine, on the monotonic clock. 0: it does not.
+    """
+
+    computed: int
+    future: Future[Found]
+    follows_s: float = 0.0
+
+    @property
+    def pause_s(self) -> float:
+        """How long an idle step may wait for this lookup."""
+        return pause_s(time.monotonic() - self.follows_s) if self.follows_s else LOOKUP_WAIT_S
+
+
+@dataclass(slots=True)
 class Tracked:
     """The state of a request since its start or its last preemption.
 
     Attributes:
         admission: Number of preemptions so far. A preemption resets all fields except the scope and the hints.
-        asking: The running lookup: (`Lookup.computed`, future result).
+        asking: The running lookup.
         cached_lookup: The lookup of chunks that are in the engine's own cache. It is made only if a decode engine
             continues the request.
         ordered: Whether a load was ordered or declined. Then no other load is ordered, because a load that always fails
@@ -49,7 +76,7 @@ class Tracked:
     scope: Scope
     admission: int = 0
     lookup: Lookup | None = None
-    asking: tuple[int, Future[Found]] | None = None
+    asking: Asking | None = None
     cached_lookup: Future[Found] | None = None
     ordered: bool = False
     started: bool = False
@@ -112,6 +139,18 @@ class TrackedRequests(dict[str, Tracked]):
         if tracked.admission == request.num_preemptions:
             return tracked
         return self.add(request, tracked.scope, tracked.hints)
+
+    def await_lookups(self) -> float:
+        """In an idle step, wait a little until a lookup ends. Return how long workers may wait after that for loads.
+
+        If a request waits for a load, only the workers wait.
+        """
+        asking = [tracked.asking for tracked in self.values() if tracked.asking]
+        limit_s = min((each.pause_s for each in asking), default=MAX_PAUSE_S)
+        if not asking or any(each.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for each in self.values()):
+            return limit_s
+        wait([each.future for each in asking], limit_s, FIRST_COMPLETED)
+        return 0.0
 
     def tokens_before(self, tracked: Tracked | None) -> int:
         """Return how many tokens the engine has to compute for the requests before this one. None: for all requests."""

@@ -25,7 +25,7 @@ from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.epochs import EpochDropper, Statement, is_private
 from raykv.integrations.vllm.events import Reporter, Stored
 from raykv.integrations.vllm.groups import Group
-from raykv.integrations.vllm.hand_off import Notes, PrefillChunks
+from raykv.integrations.vllm.hand_off import Notes, PrefillChunks, pause_s
 from raykv.integrations.vllm.metadata import (
     Load,
     LoadedChunks,
@@ -48,10 +48,8 @@ logger = init_logger("vllm.raykv.worker")
 
 IDLE_WAIT_S: Final = 0.002
 """A step without computation waits at most this long for a load. Without this wait the engine's thread would spin and
-hold the GIL, which the load threads need. A new request waits at most this long for the step to end. A hook may take
-5 ms, but the limit of the wait is lower, because a sleeping thread wakes up late."""
-FOLLOW_WAIT_S: Final = 0.01
-"""The same while all loads follow prefill engines. They take as long as the prefill, and only a new request waits."""
+hold the GIL, which the load threads need. A new request waits at most this long for the step to end. The wait is longer
+while all loads follow prefill engines, because they take as long as the prefill: see `pause_s`."""
 MAX_SAVING_STEPS: Final = 16
 """Saves of at most this many steps are in flight. Saves of further steps are skipped."""
 MAX_FOLLOWED: Final = 16
@@ -138,6 +136,7 @@ class WorkerSide:
         self._followers = ThreadPoolExecutor(MAX_FOLLOWED, thread_name_prefix="raykv-follow")
         self._closing = Event()
         self.loading: dict[str, tuple[Load, Future[_LoadResult]]] = {}
+        self._ordered_s = 0.0  # when the last load was ordered
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._ended: dict[str, LoadTimes] = {}
@@ -173,15 +172,17 @@ class WorkerSide:
             else:
                 future = self._threads.submit(self._load, clients, load, self._clock())
             self.loading[load.request_id] = (load, future)
+            self._ordered_s = self._clock()
 
-    def await_work(self) -> None:
-        """If a load is in flight, or a save that must be reported, wait a little until one of them ends."""
+    def await_work(self, idle_s: float) -> None:
+        """If a load is in flight, or a save that must be reported, wait at most `idle_s` until one of them ends."""
         running: list[Future[Any]] = [future for _, future in self.loading.values()]
         if self._reporters and self.saving:
             running.append(self.saving[0].future)
         if running:
             follows = all(load.hand_off for load, _ in self.loading.values()) and not self.saving
-            wait(running, FOLLOW_WAIT_S if follows else IDLE_WAIT_S, FIRST_COMPLETED)
+            limit_s = pause_s(self._clock() - self._ordered_s) if follows else IDLE_WAIT_S
+            wait(running, min(idle_s, limit_s), FIRST_COMPLETED)
 
     def pop_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose load has ended since the last call, and those of them that must be recomputed.
