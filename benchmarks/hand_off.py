@@ -7,7 +7,8 @@ with the ticket after the prefill (`sequential`) and with loads during the prefi
 share no memory: KV goes over TCP. Each request has a new prompt, so nothing is reused.
 
 For each: time to the first token, and what the engines say about the request, with the times of day. A hand-off is the
-time from the end of the prefill engine's request to the first token at the client.
+time from the end of the prefill engine's request to the first token at the client. On a virtual machine, the hypervisor
+may give the processors to others meanwhile: this share of the CPU time is shown as *stolen*, for each round.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from benchmarks.machine import facts
 from benchmarks.serving_load import ask, words
@@ -47,6 +50,7 @@ class Request:
         ttft_s: Time to the first token.
         hand_off_s: Time from the end of the prefill engine's request to the first token; 0 if one engine did all.
         loading_first_s: By how much the decode engine's load began before the prefill engine had ended.
+        stolen: Share of the machine's CPU time that its hypervisor gave to others meanwhile.
         timeline: What happened when: seconds since the request was sent, and a sentence.
     """
 
@@ -54,6 +58,7 @@ class Request:
     ttft_s: float
     hand_off_s: float
     loading_first_s: float
+    stolen: float
     timeline: list[tuple[float, str]]
 
 
@@ -100,8 +105,10 @@ def _args(system: str, step_tokens: int) -> Any:
 def measure(client: Any, pool: Any, system: str, count: int, rng: random.Random) -> Request:
     """Send one request with a new prompt of `count` words, and read its trail."""
     text = words(rng, count)
-    sent_s = time.time()
+    sent_s, before = time.time(), psutil.cpu_times()
     asked = ask(client, system, [{"role": "user", "content": text}], ANSWER_TOKENS)
+    after = psutil.cpu_times()
+    stolen = (after.steal - before.steal) / (sum(after) - sum(before))
     time.sleep(TRAIL_S)
     lines = [(each.at_s - sent_s, each.text) for each in pool.trail(asked.request_id)]
     timeline = sorted([*lines, (asked.ttft_s, "client: the first token")])
@@ -109,7 +116,7 @@ def measure(client: Any, pool: Any, system: str, count: int, rng: random.Random)
     begins = [_of_day(found[1], sent_s) for _, text in lines if (found := LOADED.search(text))]
     hand_off_s = asked.ttft_s - ends[0] if ends else 0.0
     first_s = ends[0] - begins[0] if begins and ends else 0.0
-    return Request(len(asked.prompt), asked.ttft_s, hand_off_s, first_s, timeline)
+    return Request(len(asked.prompt), asked.ttft_s, hand_off_s, first_s, stolen, timeline)
 
 
 def _of_day(text: str, sent_s: float) -> float:
@@ -120,10 +127,8 @@ def _of_day(text: str, sent_s: float) -> float:
 
 def table(requests: dict[str, list[Request]]) -> str:
     """Format the medians for people, as a table in Markdown."""
-    lines = [
-        "| | prompt tokens | TTFT s | hand-off s | TTFT / (unified + hand-off) | load began before prefill ended, s |"
-    ]
-    lines.append("|---|---|---|---|---|---|")
+    lines = ["| | prompt tokens | TTFT s | hand-off s | TTFT / (unified + hand-off) | load began earlier, s | stolen |"]
+    lines.append("|---|---|---|---|---|---|---|")
     unified_s = statistics.median(each.ttft_s for each in requests["unified"])
     for system, each in requests.items():
         tokens = statistics.median(one.prompt_tokens for one in each)
@@ -131,7 +136,10 @@ def table(requests: dict[str, list[Request]]) -> str:
         hand_off_s = statistics.median(one.hand_off_s for one in each)
         first_s = statistics.median(one.loading_first_s for one in each)
         share = ttft_s / (unified_s + hand_off_s)
-        lines.append(f"| {system} | {tokens:.0f} | {ttft_s:.2f} | {hand_off_s:.2f} | {share:.3f} | {first_s:.2f} |")
+        stolen = ", ".join(f"{one.stolen:.0%}" for one in each)
+        lines.append(
+            f"| {system} | {tokens:.0f} | {ttft_s:.2f} | {hand_off_s:.2f} | {share:.3f} | {first_s:.2f} | {stolen} |"
+        )
     return "\n".join(lines)
 
 
@@ -155,7 +163,8 @@ def play(port: int, rounds: int, tokens: int, seed: int) -> dict[str, list[Reque
             for system in order:
                 request = measure(clients[system], pool, system, count, random.Random(f"{seed} {turn} {system}"))
                 found[system].append(request)
-                print(f"round {turn + 1}, {system}: first token after {request.ttft_s:.2f} s", flush=True)
+                said = f"first token after {request.ttft_s:.2f} s, {request.stolen:.0%} of the machine stolen"
+                print(f"round {turn + 1}, {system}: {said}", flush=True)
                 show(request)
     return found
 
