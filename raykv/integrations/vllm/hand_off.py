@@ -34,7 +34,7 @@ NOTE_TTL_S: Final = 60.0
 NOTE_TIMEOUT_S: Final = 1.0
 MIN_PAUSE_S: Final = 0.005
 PAUSE_SHARE: Final = 1 / 16
-MAX_PAUSE_S: Final = 0.05
+MAX_PAUSE_S: Final = 0.1
 """A pause between two looks for a prefill engine's chunks is this share of the time waited so far, within these limits.
 So a wait costs little if it is long: a prefill engine on the same host gets the processor."""
 NOTE_POLL_S: Final = 0.05
