@@ -3,8 +3,8 @@
 Run by hand: `python -m benchmarks.hand_off [--tokens 8000] [--rounds 3]`.
 
 Three deployments take turns: one worker that does everything, and a prefill and a decode worker on a Ray node each,
-with the ticket after the prefill (`sequential`) and with loads during the prefill (`concurrent`). The two Ray nodes
-share no memory: KV goes over TCP. Each request has a new prompt, so nothing is reused.
+with the ticket after the prefill (`sequential`) and with loads during the prefill (`concurrent`). Both Ray
+nodes are on this host, so KV goes through its shared memory. Each request has a new prompt, so nothing is reused.
 
 For each: time to the first token, and what the engines say about the request, with the times of day. A hand-off is the
 time from the end of the prefill engine's request to the first token at the client. On a virtual machine, the hypervisor
