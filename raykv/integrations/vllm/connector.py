@@ -186,10 +186,9 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         if self._reporter is not None:
             self._reporter.add_tokens(scheduler_output.total_num_scheduled_tokens)
-        is_idle = not scheduler_output.total_num_scheduled_tokens and not self._is_in_lockstep
-        idle_s = (
-            self.scheduler_side.requests.await_lookups() if is_idle else 0.0
-        )  # not timed, as in `get_transfer_results`
+        idle_s = 0.0
+        if not scheduler_output.total_num_scheduled_tokens and not self._is_in_lockstep:
+            idle_s = self.scheduler_side.requests.await_lookups()  # not timed: the engine has nothing else to do
         return self._run("orders", StepOrders(), self.scheduler_side.orders, scheduler_output, idle_s)
 
     def request_finished_all_groups(
