@@ -287,6 +287,14 @@ def test_a_request_that_comes_while_others_wait_for_a_prefill_is_not_kept_waitin
     decode.abort("one decode")
 
 
+def test_engines_that_step_together_do_not_wait(pair: MakePair):
+    """With data parallelism, the experts of one engine compute for the others: a step that waits delays all of them."""
+    _, decode = pair(hand_off_timeout_s=1.0, data_parallel_size=2)
+    begin(None, decode)
+    assert _steps_within(decode, 0.5) > STEPS_PER_S, "each step ends at once"
+    finish(decode)
+
+
 def _steps_within(engine: Engine, seconds: float) -> int:
     until_s, steps = time.monotonic() + seconds, 0
     while time.monotonic() < until_s:

@@ -178,6 +178,7 @@ class Engine:
         block_tokens: int = BLOCK_TOKENS,
         publishes: bool = False,
         store_tp_size: int = 1,
+        data_parallel_size: int = 1,
         **options: Any,
     ) -> None:
         """Make an engine with one group of layers for each letter in `kinds`: see `groups_of`.
@@ -211,6 +212,7 @@ class Engine:
             },
         ).create_engine_config()
         config.scheduler_config.async_scheduling = overlap
+        config.parallel_config.data_parallel_size = data_parallel_size
         if "s" in kinds:
             config.cache_config.mamba_cache_mode = "align"
         self.kinds, self.block_tokens, self.chunk_blocks = kinds, block_tokens, chunk_blocks
