@@ -13,7 +13,7 @@ from random import Random
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from raykv.integrations.routing.choice import Estimate, RouterOptions, after, estimate, with_prefix
+from raykv.integrations.routing.choice import Estimate, RouterOptions, after, estimate, weighted, with_prefix
 from raykv.integrations.routing.locations import Stored
 from raykv.integrations.routing.prompts import Prompt
 from raykv.integrations.routing.replicas import (
@@ -33,14 +33,12 @@ POLL_S: Final = 0.02
 GRACE: Final = 0.25
 """A prefix may be computed this part later than expected, and GRACE_S. Then its reservation ends."""
 GRACE_S: Final = 0.5
-EQUAL_COSTS: Final = 1.05
-"""Costs that differ by a smaller factor are equal, because estimates are not better than that. No request waits in the
-router for a smaller gain. A new prompt goes to the one of these replicas with the fewest unended requests, and then to
-the one that got least work of late. Otherwise all new prompts would go where a short common beginning is cached,
-although other replicas load it at almost no cost."""
-NEW_PART: Final = 0.25
-"""A prompt of which at least this part must be computed is new. Others continue a conversation, or ask about a known
-document, and stay where their KV is."""
+MIN_GAIN: Final = 1.05
+"""No request waits in the router for a smaller factor between costs, because estimates are not better than that."""
+CHANCE_S: Final = 1.0
+"""Added to the recent work of each replica: less than this is chance."""
+LESS, MORE = 0.8, 1.25
+"""Limits of the factor by which work counts on a replica that got less, or more, of late."""
 
 
 class Choice(NamedTuple):
@@ -123,17 +121,16 @@ class Routes:
             wait_left_s: The request may wait in the router for this long.
         """
         known = stored or Stored()
-        estimates = [self._estimate(each, prompt, known, now_s) for each in candidates]
-        order = self._in_order(estimates, prompt, now_s)
+        order = self._estimates(candidates, prompt, known, now_s)
         reserved = self._longest_reserved(prompt, now_s)
-        if stored is None and not reserved and not any(each.cached_tokens for each in estimates):
+        if stored is None and not reserved and not any(each.cached_tokens for each in order):
             return Choice(self._power_of_two(order), "power of two choices")
         best = order[0]
         if reserved is not None:
             reservation = reserved[1]
             wait_s = max(reservation.ready_s - now_s, POLL_S)
             later = self._best_later(prompt, known, order, reserved, wait_s, now_s)
-            gains = later is not None and EQUAL_COSTS * later.cost_s < best.cost_s
+            gains = later is not None and MIN_GAIN * later.cost_s < best.cost_s
             if gains and wait_s <= wait_left_s:
                 return Choice(order, "waits", wait_s)
             if best.replica_id == reservation.replica_id and best.cached_tokens:
@@ -181,7 +178,7 @@ class Routes:
             self.withdraw(request_id)
         if replica_id not in self.replicas:
             return None
-        estimated = self._estimate(replica_id, prompt, Stored(), now_s)
+        (estimated,) = self._estimates([replica_id], prompt, Stored(), now_s)
         self.begin(request_id, prompt, estimated, now_s)
         return reason, estimated
 
@@ -212,24 +209,21 @@ class Routes:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _estimate(self, replica_id: str, prompt: Prompt, stored: Stored, now_s: float) -> Estimate:
-        replica = self.replicas.setdefault(replica_id, Replica())
-        token_s = self._token_s.get(replica_id, self._default_token_s)
-        return estimate(replica_id, replica, prompt, stored, options=self._options, token_s=token_s, now_s=now_s)
+    def _estimates(self, candidates: Sequence[str], prompt: Prompt, stored: Stored, now_s: float) -> list[Estimate]:
+        """Return the estimates of the candidates, best first.
 
-    def _in_order(self, estimates: Sequence[Estimate], prompt: Prompt, now_s: float) -> list[Estimate]:
-        """Return the estimates, best first."""
-        best = min(estimates, key=lambda each: each.cost_s)
-        is_new = best.compute_tokens >= NEW_PART * prompt.tokens
-        equal_s = best.cost_s * (EQUAL_COSTS if is_new else 1.0)
-
-        def place(each: Estimate) -> tuple[bool, float, float, float]:
-            if each.cost_s > equal_s:
-                return True, each.cost_s, 0.0, self._rng.random()
-            replica = self.replicas[each.replica_id]
-            return False, len(replica.ongoing), replica.recent_work_s(now_s), self._rng.random()
-
-        return sorted(estimates, key=place)
+        A second of work delays later requests more where more of them come. So it counts more on a replica that got
+        more work of late than the others, and conversations leave it if their KV loads quickly elsewhere.
+        """
+        replicas = {each: self.replicas.setdefault(each, Replica()) for each in candidates}
+        recent_s = {name: each.recent_work_s(now_s) + CHANCE_S for name, each in replicas.items()}
+        mean_s = fmean(recent_s.values())
+        found = []
+        for name, replica in replicas.items():
+            token_s = self._token_s.get(name, self._default_token_s)
+            one = estimate(name, replica, prompt, stored, options=self._options, token_s=token_s, now_s=now_s)
+            found.append(weighted(one, min(max(recent_s[name] / mean_s, LESS), MORE)))
+        return sorted(found, key=lambda each: (each.cost_s, self._rng.random()))
 
     def _power_of_two(self, order: list[Estimate]) -> list[Estimate]:
         """Draw two replicas, and put the one with less to do first."""
@@ -266,10 +260,8 @@ class Routes:
         if chunks <= stored.chunks:
             return None
         later = with_prefix(stored, chunks, engine.near[:1], engine.namespace.digest)
-        return min(
-            (after(self._estimate(each.replica_id, prompt, later, now_s), wait_s) for each in order),
-            key=lambda each: each.cost_s,
-        )
+        estimates = self._estimates([each.replica_id for each in order], prompt, later, now_s)
+        return min((after(each, wait_s) for each in estimates), key=lambda each: each.cost_s)
 
     def _release(self, found: Open, request_id: str) -> None:
         for key in found.prompt.keys:
