@@ -581,7 +581,6 @@ class SlowTokenizer:
 
 def test_tokens_that_are_late_are_there_for_the_next_request(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reader_module, "LATER_CHARS", 0)
-    monkeypatch.setattr(reader_module, "INLINE_CHARS", 2048)
     tokenizer = SlowTokenizer()
     segments = ["a" * 2000, "b" * 2000]
 
@@ -617,6 +616,8 @@ def test_short_new_text_is_tokenized_after_the_choice(monkeypatch: pytest.Monkey
         assert (first.known, first.tokens) == (1, len(long)), "long text counts for the choice"
         turns = [await reader.read(b"", [long, f"question {n}"], NAMING, START) for n in range(3)]
         assert all(each.known == 1 and each.ends == [len(long), len(long) + 10] for each in turns), "as many per token"
+        other = await reader.read(b"", ["b" * 8000], NAMING, START)
+        assert (other.known, other.ends) == (0, [8000]), "as many characters per token as in the prompts before"
         assert tokenizer.texts == [long]
         await until(lambda: len(reader.prefixes) == 3)
         known = [await reader.read(b"", [long, f"question {n}"], NAMING, START) for n in range(3)]
@@ -657,8 +658,7 @@ def test_a_text_that_the_tokenizer_refuses_stays_estimated(
 
 
 def test_a_reader_that_is_closed_meanwhile_ends_its_waits_without_tokens(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reader_module, "LATER_CHARS", 0)
-    monkeypatch.setattr(reader_module, "INLINE_CHARS", 10)
+    monkeypatch.setattr(reader_module, "LATER_CHARS", 10)
     tokenizer = SlowTokenizer()
 
     async def run() -> None:
@@ -680,7 +680,7 @@ def test_more_prompts_than_the_thread_can_read_are_not_queued(monkeypatch: pytes
     async def run() -> None:
         reader = Reader(tokenizer, timeout_s=0.005)
         for n in range(5):
-            await reader.read(b"", [f"{n}" * (reader_module.INLINE_CHARS + 1)], NAMING, START)
+            await reader.read(b"", [f"{n}" * (reader_module.LATER_CHARS + 1)], NAMING, START)
         assert reader._jobs == 2
         tokenizer.go.set()
         reader.close()

@@ -8,7 +8,7 @@ from typing import Any, Final
 from raykv.integrations.routing.segments import Segment, prefix_keys
 
 CHARS_PER_TOKEN: Final = 4.0
-"""Estimate for text whose tokens are not known yet, if nothing of its prompt is known."""
+"""Estimate for text whose tokens are not known yet, until a prompt with known tokens has been read."""
 MAX_PREFIXES: Final = 32_768
 """At most this many prefixes are remembered, the least recently used go first."""
 MAX_NAMES: Final = 262_144
@@ -89,7 +89,7 @@ class Prefixes:
     def __init__(self, *, max_prefixes: int = MAX_PREFIXES, max_names: int = MAX_NAMES) -> None:
         self._max_prefixes, self._max_names = max_prefixes, max_names
         self._entries: OrderedDict[bytes, tuple[PrefixEnd, list[bytes]]] = OrderedDict()
-        self._names = 0
+        self._names, self._chars_per_token = 0, CHARS_PER_TOKEN
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -140,11 +140,11 @@ class Prefixes:
             _, (_, gone) = self._entries.popitem(last=False)
             self._names -= len(gone)
 
-    @staticmethod
-    def _estimate(prompt: Prompt, segments: Sequence[Segment]) -> None:
+    def _estimate(self, prompt: Prompt, segments: Sequence[Segment]) -> None:
         end = float(prompt.tokens)
         chars = sum(len(segment) for segment in segments[: prompt.known] if isinstance(segment, str))
-        chars_per_token = chars / end if chars and end else CHARS_PER_TOKEN
+        if chars and end:
+            self._chars_per_token = chars / end
         for segment in segments[prompt.known :]:
-            end += len(segment) / chars_per_token if isinstance(segment, str) else len(segment)
+            end += len(segment) / self._chars_per_token if isinstance(segment, str) else len(segment)
             prompt.ends.append(round(end))

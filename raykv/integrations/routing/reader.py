@@ -10,15 +10,13 @@ from typing import Final
 from raykv.integrations.routing.prompts import Naming, PrefixEnd, Prefixes, Prompt
 from raykv.integrations.routing.segments import Segment
 
-LATER_CHARS: Final = 4096
-"""New text up to this length, about 1 000 tokens, hardly changes the choice, so its tokens are estimated. It is
-tokenized after LATER_S for the next turn, when the request is on its way to a replica."""
+LATER_CHARS: Final = 8192
+"""New text up to this length, about 2 000 tokens, hardly changes the choice, so its tokens are estimated. It is
+tokenized after LATER_S for the next turn, when the request is on its way to a replica. Its tokens would take 1.6 ms, on
+slow cores 4 ms."""
 LATER_S: Final = 0.05
 MAX_LATER: Final = 1024
 """At most this many prompts are to be read later. The tokens of further ones are not needed before their next turn."""
-INLINE_CHARS: Final = 8192
-"""Shorter new text is tokenized on the event loop. This takes 1.6 ms at most. A change to a thread and back takes 6 ms
-at the 99th percentile on a busy host."""
 MAX_JOBS: Final = 16
 """At most this many prompts wait for their tokens. Further ones are routed without."""
 MAX_NEW_SEGMENTS: Final = 128
@@ -67,8 +65,6 @@ class Reader:
             if self._later < MAX_LATER:
                 self._later += 1
                 asyncio.get_running_loop().call_later(LATER_S, self._catch_up, scope, segments, naming, start)
-        elif not self._jobs and chars <= INLINE_CHARS:
-            self.prefixes.add(prompt, self._tokenize(texts), naming, start)
         elif self._jobs < MAX_JOBS:
             job = self._begin(scope, segments, prompt, naming, start)
             done, _ = await asyncio.wait([job], timeout=self._timeout_s)
