@@ -55,8 +55,8 @@ LOADS: Final = {
 }
 CACHE_MIB: Final = 256 if DTYPE == "float32" else 128
 WARM_UP: Final = Load(sessions=4, turns=1, systems=1, system_words=50, first_words=60, think_s=0.5)
-METRICS_S: Final = 3.0
-"""Ray exports metrics twice a second here, and the routers ask for reports every two seconds."""
+METRICS_S: Final = 6.0
+"""Ray exports metrics every two seconds here, and the routers ask for reports as often."""
 MIB: Final = 1 << 20
 
 
