@@ -62,7 +62,7 @@ async def measure(client: raykv.Client, namespace: raykv.Namespace) -> None:
             marks.append(time.perf_counter())
             now_s = time.monotonic()
             choice = routes.choose(found.prompt, stored, ["a", "b"], wait_left_s=0, now_s=now_s)
-            routes.begin(f"{turn} {number}", found.prompt, choice.order[0], now_s)
+            routes.begin(f"{turn} {number}", found.prompt, choice.order, now_s)
             marks.append(time.perf_counter())
             routes.end(f"{turn} {number}", choice.order[0].replica_id, time.monotonic())
             times.append((*np.diff(marks), marks[-1] - marks[0]))

@@ -65,7 +65,7 @@ class Deployment:
         choice = self.choose(prompt, stored, wait_left_s=wait_left_s)
         self.requests += 1
         if not choice.wait_s:
-            self.routes.begin(f"r{self.requests}", prompt, choice.order[0], self.now_s)
+            self.routes.begin(f"r{self.requests}", prompt, choice.order, self.now_s)
         return choice
 
     def end(self, request_id: str) -> None:
@@ -172,7 +172,7 @@ def test_the_end_of_a_request_takes_its_own_work_from_the_queue_and_not_that_of_
     for others_s in (0, 5):
         routes = Routes(RouterOptions(), Random(1))
         routes.update({"a": report("na")}, 0.0)
-        routes.begin("r", prompt("s", tokens=5000), _only(routes, prompt("s", tokens=5000)), 0.0)
+        routes.begin("r", prompt("s", tokens=5000), [_only(routes, prompt("s", tokens=5000))], 0.0)
         assert routes.replicas["a"].queue_s(0.0) == pytest.approx(5.0)
         routes.update({"a": report("na", queued_tokens=4000 + 1000 * others_s)}, 2.0)
         assert routes.replicas["a"].queue_s(2.0) == pytest.approx(4.0 + others_s)
@@ -214,7 +214,7 @@ def test_an_attempt_that_was_not_sent_leaves_nothing():
         deployment.now_s = 0.1 * attempt
         deployment.routes.withdraw("r")
         choice = deployment.choose(text)
-        deployment.routes.begin("r", text, choice.order[0], deployment.now_s)
+        deployment.routes.begin("r", text, choice.order, deployment.now_s)
     ((name, only),) = [each for each in deployment.routes.replicas.items() if each[1].ongoing]
     assert only.queue_s(deployment.now_s) == pytest.approx(2.0)
     assert only.recent_work_s(deployment.now_s) == pytest.approx(2.0)
@@ -331,6 +331,18 @@ def test_few_conversations_are_spread_by_what_they_compute(seed: int):
     assert max(work.values()) <= 1.2 * sum(work.values()) / 4, work
 
 
+def test_conversations_stay_where_the_work_is_even_although_others_could_load_them():
+    made = Deployment(2, seconds_per_byte={"na": 1e-9, "nb": 1e-9})
+    homes = [made.send(prompt(f"beginning {n}", tokens=6400)).order[0].replica_id for n in range(2)]
+    assert len(set(homes)) == 2
+    for number in range(20):
+        made.now_s += 10.0
+        turn = Prompt(prefix_keys(b"", [f"beginning {number % 2}", f"turn {number}"]), [6400, 7400])
+        chosen = made.send(turn, stored(6400, "na", "nb")).order[0]
+        assert chosen.replica_id == homes[number % 2]
+        made.end(f"r{made.requests}")
+
+
 def test_turns_of_a_conversation_stay_on_one_replica():
     deployment, rng = Deployment(4), Random(3)
     home: dict[int, str] = {}
@@ -400,13 +412,16 @@ def test_followers_wait_for_the_commit_when_the_queue_would_cost_more():
     assert not deployment.choose(follower).wait_s, "the reservation has ended"
 
 
-def test_no_request_waits_for_a_gain_that_is_smaller_than_the_errors_of_estimates():
+@pytest.mark.parametrize(("other_s", "reason"), [(0.0, "computing"), (0.05, "computing"), (0.5, "waits")])
+def test_no_request_waits_for_a_gain_that_is_smaller_than_the_errors_of_estimates(other_s: float, reason: str):
+    """Nor to even out the work: all of it was on one of two replicas."""
     deployment = Deployment(chunk_nbytes=1 << 10)
     first = deployment.send(prompt("prefix", tokens=1024)).order[0]
-    deployment.send(prompt("as long", tokens=1024))
+    home = deployment.routes.replicas[first.replica_id]
+    home.begin("other work", [b"x"], fills=int(1000 * other_s), work_s=other_s, now_s=0.0)
     deployment.now_s = 0.5
     follower = deployment.choose(prompt("prefix", "question", tokens=1024))
-    assert (follower.reason, follower.order[0].replica_id) == ("computing", first.replica_id)
+    assert (follower.reason, follower.order[0].replica_id) == (reason, first.replica_id)
 
 
 def test_engines_without_a_cache_of_their_own_wait_for_the_commit():
@@ -473,6 +488,15 @@ def test_a_request_that_ray_sends_elsewhere_moves():
     assert deployment.routes.replicas[first].cached(text.keys) == 0
     assert deployment.routes.replicas[first].queue_s(0.0) == 0.0
     assert deployment.choose(text, wait_left_s=0.0).order[0].replica_id == other
+
+
+def test_a_request_that_ray_sends_elsewhere_loads_what_is_stored():
+    deployment = Deployment()
+    best, other = deployment.send(prompt("s", tokens=6400), stored(6400, "na", "nb")).order
+    sent = deployment.routes.sent("r1", other.replica_id, 0.0)
+    assert sent == ("full", other)
+    assert deployment.routes.replicas[other.replica_id].queue_s(0.0) == pytest.approx(other.load_s + other.compute_s)
+    assert deployment.routes.replicas[best.replica_id].queue_s(0.0) == 0.0
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
@@ -623,6 +647,19 @@ def test_short_new_text_is_tokenized_after_the_choice(monkeypatch: pytest.Monkey
         known = [await reader.read(b"", [long, f"question {n}"], NAMING, START) for n in range(3)]
         assert [each.known for each in known] == [2, 2, 1], "at most MAX_LATER wait"
         assert known[0].ends == [len(long), len(long) + 10]
+        reader.close()
+
+    asyncio.run(run())
+
+
+def test_many_short_messages_are_long_text():
+    tokenizer = SlowTokenizer()
+    tokenizer.go.set()
+
+    async def run() -> None:
+        reader = Reader(tokenizer, timeout_s=5.0)
+        messages = [f"message {number:4} of a long conversation" for number in range(300)]
+        assert (await reader.read(b"", messages, NAMING, START)).known == reader_module.MAX_NEW_SEGMENTS
         reader.close()
 
     asyncio.run(run())

@@ -142,6 +142,7 @@ def check_sessions(app: App) -> None:
             session.append({"role": "user", "content": text(2000 + 10 * turn + number, 20)})
             asked = app.ask(session)
             at_home += asked.route["replica"] == homes[number]
+            homes[number] = asked.route["replica"]
             assert asked.route["reason"] in ("cached", "stored"), str(asked.route)
             assert asked.computed < 100, "the engine has the earlier turns, or loads them"
             session.append({"role": "assistant", "content": asked.text})

@@ -361,6 +361,36 @@ def test_a_waiting_request_goes_on_soon_after_its_prefix_is_stored():
     asyncio.run(run())
 
 
+def test_a_waiting_request_finds_its_prefix_although_its_chunks_had_no_names_at_first():
+    """The tokens of short new text are made while its request waits."""
+
+    async def run() -> None:
+        serve = Serve()
+        engine = ENGINE.model_copy(update={"cache_tokens": 0, "seconds_per_token": 2e-3, "chunk_nbytes": 1})
+        serve.report(ReplicaReport(engine=engine))
+        named, chunks = False, 1000 // engine.chunk_tokens
+        there = Stored((Run(chunks, ("n",)),), engine.namespace.digest)
+
+        async def read(_: Any) -> Found:
+            return Found(Prompt([b"key"], [1000], [b"name"] * chunks if named else []), None)
+
+        async def find(found: Found) -> Stored:
+            return there if found.prompt.names else Stored()
+
+        serve.router._lookup.read, serve.router._lookup.find = read, find  # type: ignore[method-assign]
+        await serve.choose("first")
+        follower = asyncio.ensure_future(serve.choose("follower"))
+        await asyncio.sleep(0.1)
+        assert serve.router._waiting == 1
+        named, began_s = True, time.monotonic()
+        await follower
+        assert time.monotonic() - began_s < 1.0, "it was expected to be stored after 2 s"
+        *_, routed = serve.router.trail
+        assert routed.reason == "stored"
+
+    asyncio.run(run())
+
+
 def test_ray_serves_hooks_keep_the_routes_in_order():
     async def run() -> None:
         serve = Serve()

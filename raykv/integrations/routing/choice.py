@@ -25,8 +25,8 @@ class RouterOptions(Model):
         max_wait_s: A request waits in the router for at most this long until another replica has stored its prefix.
             0: never.
         work_weight: Further weight of each second of load and computation. It stands for the delay of later requests.
-            It is up to a quarter more or less on replicas that got more or less work of late. Without it, two idle
-            replicas would compute one prefix twice.
+            It is up to a quarter more on replicas that got more work of late, and up to a fifth less on others. Without
+            it, two idle replicas would compute one prefix twice.
         ongoing_tokens: An answer in progress delays a new request as much as this many tokens of prefill.
     """
 
@@ -50,7 +50,8 @@ class Estimate:
         load_nbytes, load_s: What it loads after them.
         compute_tokens, compute_s: What it computes.
         queue_s: Wait for earlier requests. ongoing_s: delay by answers in progress.
-        extra_s: The time of load and computation, weighted for later requests.
+        extra_s: `work_weight` times the time of load and computation.
+        share: Work for later requests counts so much more on this replica than on the mean one.
     """
 
     replica_id: str
@@ -63,6 +64,7 @@ class Estimate:
     queue_s: float
     ongoing_s: float
     extra_s: float
+    share: float = 1.0
 
     @property
     def ttft_s(self) -> float:
@@ -70,6 +72,11 @@ class Estimate:
 
     @property
     def cost_s(self) -> float:
+        return self.ttft_s + self.share * self.extra_s
+
+    @property
+    def plain_cost_s(self) -> float:
+        """The cost as on a replica with the mean share."""
         return self.ttft_s + self.extra_s
 
     @property
@@ -147,8 +154,3 @@ def with_prefix(stored: Stored, chunks: int, holders: Sequence[str], digest: byt
 def after(estimated: Estimate, wait_s: float) -> Estimate:
     """Return the estimate of a request that waits in the router first. The replica's queue gets shorter meanwhile."""
     return replace(estimated, queue_s=max(estimated.queue_s, wait_s))
-
-
-def weighted(estimated: Estimate, factor: float) -> Estimate:
-    """Return the estimate with work for later requests that counts `factor` times as much."""
-    return replace(estimated, extra_s=factor * estimated.extra_s)

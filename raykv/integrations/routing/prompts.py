@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from raykv.integrations.routing.segments import Segment, prefix_keys
 
-CHARS_PER_TOKEN: Final = 4.0
+CHARS_PER_TOKEN, MIN_CHARS_PER_TOKEN, MAX_CHARS_PER_TOKEN = 4.0, 1.0, 8.0
 """Estimate for text whose tokens are not known yet, until a prompt with known tokens has been read."""
 MAX_PREFIXES: Final = 32_768
 """At most this many prefixes are remembered, the least recently used go first."""
@@ -144,7 +144,7 @@ class Prefixes:
         end = float(prompt.tokens)
         chars = sum(len(segment) for segment in segments[: prompt.known] if isinstance(segment, str))
         if chars and end:
-            self._chars_per_token = chars / end
+            self._chars_per_token = min(max(chars / end, MIN_CHARS_PER_TOKEN), MAX_CHARS_PER_TOKEN)
         for segment in segments[prompt.known :]:
             end += len(segment) / self._chars_per_token if isinstance(segment, str) else len(segment)
             prompt.ends.append(round(end))

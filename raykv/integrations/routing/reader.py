@@ -35,7 +35,7 @@ class Reader:
     """
 
     def __init__(self, tokenize: Tokenize, *, timeout_s: float) -> None:
-        """Start the thread. `tokenize` returns the tokens of texts; it is called on any thread, one call at a time."""
+        """Start the thread. `tokenize` returns the tokens of texts; it is called on one thread."""
         self._tokenize, self._timeout_s = tokenize, timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-tokens")
         self._jobs = self._later = 0
@@ -57,11 +57,10 @@ class Reader:
         new = segments[prompt.known : prompt.known + MAX_NEW_SEGMENTS]
         if not new or naming is None:
             return prompt
-        texts = [each for each in new if isinstance(each, str)]
-        chars = sum(map(len, texts))
-        if len(texts) < len(new):
-            self.prefixes.add(prompt, [each for each in new if not isinstance(each, str)], naming, start)
-        elif chars <= LATER_CHARS:
+        given = [each for each in new if not isinstance(each, str)]
+        if given:
+            self.prefixes.add(prompt, given, naming, start)
+        elif sum(map(len, segments[prompt.known :])) <= LATER_CHARS:
             if self._later < MAX_LATER:
                 self._later += 1
                 asyncio.get_running_loop().call_later(LATER_S, self._catch_up, scope, segments, naming, start)

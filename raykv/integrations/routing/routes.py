@@ -7,13 +7,13 @@ the router until raykv has the prefix, and load it elsewhere.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from raykv.integrations.routing.choice import Estimate, RouterOptions, after, estimate, weighted, with_prefix
+from raykv.integrations.routing.choice import Estimate, RouterOptions, after, estimate, with_prefix
 from raykv.integrations.routing.locations import Stored
 from raykv.integrations.routing.prompts import Prompt
 from raykv.integrations.routing.replicas import (
@@ -26,6 +26,8 @@ from raykv.integrations.routing.report import ReplicaReport
 
 MAX_OPEN: Final = 16_384
 """At most this many requests are followed to their end; the oldest are forgotten first."""
+MAX_OTHERS: Final = 8
+"""With each request, the estimates of at most this many next best replicas are remembered: the best may be full."""
 MAX_RESERVED: Final = 65_536
 """At most this many prefixes are reserved; the oldest are forgotten first."""
 POLL_S: Final = 0.02
@@ -36,7 +38,7 @@ GRACE_S: Final = 0.5
 MIN_GAIN: Final = 1.05
 """No request waits in the router for a smaller factor between costs, because estimates are not better than that."""
 CHANCE_S: Final = 1.0
-"""Added to the recent work of each replica: less than this is chance."""
+"""Added to the recent work of each replica, so that little work changes little."""
 LESS, MORE = 0.8, 1.25
 """Limits of the factor by which work counts on a replica that got less, or more, of late."""
 
@@ -65,10 +67,15 @@ class Reservation:
 
 @dataclass(slots=True)
 class Open:
-    """A request that was sent to a replica and has not ended."""
+    """A request that was sent to a replica and has not ended.
+
+    Attributes:
+        others: The estimates of the next best replicas, when this one was chosen.
+    """
 
     prompt: Prompt
     estimate: Estimate
+    others: Sequence[Estimate] = ()
 
 
 class Routes:
@@ -130,18 +137,19 @@ class Routes:
             reservation = reserved[1]
             wait_s = max(reservation.ready_s - now_s, POLL_S)
             later = self._best_later(prompt, known, order, reserved, wait_s, now_s)
-            gains = later is not None and MIN_GAIN * later.cost_s < best.cost_s
+            gains = later is not None and MIN_GAIN * later.plain_cost_s < best.plain_cost_s
             if gains and wait_s <= wait_left_s:
                 return Choice(order, "waits", wait_s)
             if best.replica_id == reservation.replica_id and best.cached_tokens:
                 return Choice(order, "computing")
         return Choice(order, best.reason)
 
-    def begin(self, request_id: str, prompt: Prompt, chosen: Estimate, now_s: float) -> None:
-        """The request goes to the replica of `chosen`. Reserves the segments that nobody has.
+    def begin(self, request_id: str, prompt: Prompt, order: Sequence[Estimate], now_s: float) -> None:
+        """The request goes to the first replica of `order`. Reserves the segments that nobody has.
 
         An earlier choice for it must have been withdrawn.
         """
+        chosen, *others = order
         replica = self.replicas.get(chosen.replica_id)
         if replica is None:
             return
@@ -149,7 +157,7 @@ class Routes:
         work_s = chosen.load_s + chosen.compute_s
         ready_s = now_s + chosen.queue_s + work_s
         replica.begin(request_id, prompt.keys, fills=fills, work_s=work_s, now_s=now_s)
-        self._open[request_id] = Open(prompt, chosen)
+        self._open[request_id] = Open(prompt, chosen, others[:MAX_OTHERS])
         reservation = Reservation(chosen.replica_id, request_id, ready_s, ready_s + GRACE * (ready_s - now_s) + GRACE_S)
         known = prompt.tokens - chosen.compute_tokens
         for key, end in zip(prompt.keys, prompt.ends, strict=True) if self._options.role != "decode" else ():
@@ -173,14 +181,17 @@ class Routes:
         if found is not None and found.estimate.replica_id == replica_id:
             return None
         reason, prompt = "power of two choices", Prompt([])
+        estimates: Sequence[Estimate] = ()
         if found is not None:
-            reason, prompt = "full", found.prompt
+            reason, prompt, estimates = "full", found.prompt, found.others
             self.withdraw(request_id)
         if replica_id not in self.replicas:
             return None
-        (estimated,) = self._estimates([replica_id], prompt, Stored(), now_s)
-        self.begin(request_id, prompt, estimated, now_s)
-        return reason, estimated
+        estimates = [each for each in estimates if each.replica_id == replica_id] or self._estimates(
+            [replica_id], prompt, Stored(), now_s
+        )
+        self.begin(request_id, prompt, estimates, now_s)
+        return reason, estimates[0]
 
     def chosen(self, request_id: str) -> str | None:
         """Return the replica that was chosen for a request which has not ended."""
@@ -213,7 +224,8 @@ class Routes:
         """Return the estimates of the candidates, best first.
 
         A second of work delays later requests more where more of them come. So it counts more on a replica that got
-        more work of late than the others, and conversations leave it if their KV loads quickly elsewhere.
+        more work from this router of late than the others. A conversation leaves it if a load elsewhere takes less
+        than a quarter of the time for what it computes, or less if the works differ less.
         """
         replicas = {each: self.replicas.setdefault(each, Replica()) for each in candidates}
         recent_s = {name: each.recent_work_s(now_s) + CHANCE_S for name, each in replicas.items()}
@@ -222,7 +234,7 @@ class Routes:
         for name, replica in replicas.items():
             token_s = self._token_s.get(name, self._default_token_s)
             one = estimate(name, replica, prompt, stored, options=self._options, token_s=token_s, now_s=now_s)
-            found.append(weighted(one, min(max(recent_s[name] / mean_s, LESS), MORE)))
+            found.append(replace(one, share=min(max(recent_s[name] / mean_s, LESS), MORE)))
         return sorted(found, key=lambda each: (each.cost_s, self._rng.random()))
 
     def _power_of_two(self, order: list[Estimate]) -> list[Estimate]:

@@ -116,7 +116,8 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     ) -> list[list[RunningReplica]] | None:
         """Return the candidates, best first. None: the prompt cannot be read."""
         began_s, wait_began_s, waited_s = time.monotonic(), 0.0, 0.0
-        found = await self._lookup.read(pending.args[0] if pending.args else None)
+        request = pending.args[0] if pending.args else None
+        found = await self._lookup.read(request)
         if found is None:
             return None
         request_id = pending.metadata.internal_request_id
@@ -138,8 +139,9 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             finally:
                 self._waiting -= 1
             waited_s = time.monotonic() - wait_began_s
+            found = await self._lookup.read(request) or found  # the names of its chunks may be known by now
         best = choice.order[0]
-        self._routes.begin(request_id, found.prompt, best, now_s)
+        self._routes.begin(request_id, found.prompt, choice.order, now_s)
         pending.future.add_done_callback(partial(self._withdraw_cancelled, request_id))
         if before != best.replica_id:
             took_s = time.monotonic() - began_s - waited_s
