@@ -51,7 +51,7 @@ class Estimate:
         compute_tokens, compute_s: What it computes.
         queue_s: Wait for earlier requests. ongoing_s: delay by answers in progress.
         extra_s: `work_weight` times the time of load and computation.
-        share: Work for later requests counts so much more on this replica than on the mean one.
+        share: Factor of `extra_s`: the replica's recent work as a part of the mean, within limits.
     """
 
     replica_id: str
@@ -76,7 +76,7 @@ class Estimate:
 
     @property
     def plain_cost_s(self) -> float:
-        """The cost as on a replica with the mean share."""
+        """The cost without `share`."""
         return self.ttft_s + self.extra_s
 
     @property

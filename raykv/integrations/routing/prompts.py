@@ -7,8 +7,11 @@ from typing import Any, Final
 
 from raykv.integrations.routing.segments import Segment, prefix_keys
 
-CHARS_PER_TOKEN, MIN_CHARS_PER_TOKEN, MAX_CHARS_PER_TOKEN = 4.0, 1.0, 8.0
+CHARS_PER_TOKEN: Final = 4.0
 """Estimate for text whose tokens are not known yet, until a prompt with known tokens has been read."""
+MIN_CHARS_PER_TOKEN: Final = 1.0
+MAX_CHARS_PER_TOKEN: Final = 8.0
+"""Limits of the measured figure, which spaces or a strange script would move far away."""
 MAX_PREFIXES: Final = 32_768
 """At most this many prefixes are remembered, the least recently used go first."""
 MAX_NAMES: Final = 262_144

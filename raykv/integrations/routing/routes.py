@@ -39,8 +39,9 @@ MIN_GAIN: Final = 1.05
 """No request waits in the router for a smaller factor between costs, because estimates are not better than that."""
 CHANCE_S: Final = 1.0
 """Added to the recent work of each replica, so that little work changes little."""
-LESS, MORE = 0.8, 1.25
-"""Limits of the factor by which work counts on a replica that got less, or more, of late."""
+MIN_SHARE: Final = 0.8
+MAX_SHARE: Final = 1.25
+"""Limits of `Estimate.share`."""
 
 
 class Choice(NamedTuple):
@@ -223,9 +224,9 @@ class Routes:
     def _estimates(self, candidates: Sequence[str], prompt: Prompt, stored: Stored, now_s: float) -> list[Estimate]:
         """Return the estimates of the candidates, best first.
 
-        A second of work delays later requests more where more of them come. So it counts more on a replica that got
-        more work from this router of late than the others. A conversation leaves it if a load elsewhere takes less
-        than a quarter of the time for what it computes, or less if the works differ less.
+        A second of work delays more requests on a replica that gets more of them. So it counts more on a replica to
+        which this router sent more work of late. A conversation can leave it if a load elsewhere takes less than a
+        quarter of the time that its turn takes to compute.
         """
         replicas = {each: self.replicas.setdefault(each, Replica()) for each in candidates}
         recent_s = {name: each.recent_work_s(now_s) + CHANCE_S for name, each in replicas.items()}
@@ -234,7 +235,7 @@ class Routes:
         for name, replica in replicas.items():
             token_s = self._token_s.get(name, self._default_token_s)
             one = estimate(name, replica, prompt, stored, options=self._options, token_s=token_s, now_s=now_s)
-            found.append(replace(one, share=min(max(recent_s[name] / mean_s, LESS), MORE)))
+            found.append(replace(one, share=min(max(recent_s[name] / mean_s, MIN_SHARE), MAX_SHARE)))
         return sorted(found, key=lambda each: (each.cost_s, self._rng.random()))
 
     def _power_of_two(self, order: list[Estimate]) -> list[Estimate]:
