@@ -34,6 +34,8 @@ NEW_SHARE: Final = 32
 """Demotion is due when more than 1 / NEW_SHARE of the store's chunks are new since the last `demote`."""
 STEP_CHUNKS: Final = 1024
 """One call of `Tier.write` gets at most this many chunks."""
+WRITE_WAIT_S: Final = 0.1
+"""A put waits at most this long for room while chunks that memory would evict are being written."""
 
 
 class Demotion:
@@ -51,6 +53,7 @@ class Demotion:
         When a write ends, successfully or not, `written` is called with the keys, without the lock.
         """
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
+        self._write_ended = threading.Condition(lock)
         now_s = time.monotonic()
         self._admissions = {tier: Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers}
         most = MOST_AHEAD_SHARE / max(1, len(tiers))
@@ -69,6 +72,16 @@ class Demotion:
     @property
     def writing(self) -> bool:
         return any(self._writing.values())
+
+    def wait_for_room(self, room: Callable[[], bool], until_s: float = math.inf) -> None:
+        """Wait for writes to the tiers until `room`, which evicts, has made room. Wait at most WRITE_WAIT_S.
+
+        A chunk that is being written stays in memory, and with it all chunks before it in its prompt. If memory holds
+        few prompts, nothing else may be left to evict. The caller holds the node's lock, which is released meanwhile.
+        """
+        until_s = min(until_s, time.monotonic() + WRITE_WAIT_S)
+        while self.writing and not room() and self._write_ended.wait(max(0.0, until_s - time.monotonic())):
+            pass
 
     def demote(self) -> None:
         """Begin to write to the tiers the chunks that memory will evict next. Call this whenever it is `due`."""
@@ -168,6 +181,7 @@ class Demotion:
         with self._lock:
             self._store.unpin(rows)
             self._writing[tier] -= len(rows)
+            self._write_ended.notify_all()
 
     @contextmanager
     def barring(self, keys: KeyArray | None = None, *, group: int | None = None) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Nodes with an SSD tier on a real disk. Clients reach them through sockets."""
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -77,6 +78,30 @@ def test_prompts_of_half_the_arena_stored_in_large_steps_are_whole_on_the_ssd_wh
         print(found)
         assert found[:12] == [0] * 12, "a prompt that was asked for once is not written"
         assert sum(found[18:]) >= 0.9 * 6 * 2 * step
+
+
+@pytest.mark.slow
+def test_slots_for_the_next_step_are_lent_while_the_tier_writes_what_they_replace(tmp_path, monkeypatch):
+    """An engine gets slots at the begin of a step, just after the one before was stored. Memory holds one prompt."""
+    write = os.pwritev
+
+    def slow_write(*given):
+        time.sleep(0.02)
+        return write(*given)
+
+    monkeypatch.setattr(os, "pwritev", slow_write)
+    with cluster_on(tmp_path) as cluster:
+        client, step = cluster.client(SPACE), MIB // NBYTES
+        prompts = [names(3 * step, f"prompt-{number}") for number in range(4)]
+        for prompt in 3 * prompts:
+            for start in range(get(client, prompt), len(prompt), step):
+                some, parent = prompt[start : start + step], client.keys(prompt[start - 1 : start])
+                slots = client.reserve(some, NBYTES, parent=parent if start else None, depth=start)
+                assert not slots.reason, (start, len(slots.views))
+                time.sleep(0.05)  # the engine computes
+                for view, position in zip(slots.views, slots.index, strict=True):
+                    view[:] = content(some[position])
+                slots.commit()
 
 
 def quiet(cluster: EmbeddedCluster) -> bool:

@@ -1,7 +1,9 @@
 """Requests that store, change and delete chunks: Lend, Commit, GiveBack, Write, Delete, Hint."""
 
+import math
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,11 +19,11 @@ from raykv.protocol import codec, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.codec import keys_in, numbers_in, parent_in
 from raykv.protocol.messages import MAX_KEYS
-from raykv.storage.batches import Written
+from raykv.storage.batches import Written, require_size
 from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
 from raykv.transport.base import Reply
-from raykv.types import Batch, Hints, Rows
+from raykv.types import Batch, Hints, KeyArray, Rows
 
 
 class WriteHandler:
@@ -63,6 +65,7 @@ class WriteHandler:
         with self._lock:
             now_s, most = time.monotonic(), self._most_slots(session, request.nbytes)
             count = min(request.count, most) if now_s < request.until_s else 0
+            self._wait_for_room(request.group, request.nbytes, count, protect, request.until_s)
             slots = self._store.lend(
                 self._store.groups.number(request.group),
                 request.nbytes,
@@ -74,6 +77,20 @@ class WriteHandler:
             session.add_lent(slots.rows, request.nbytes)
         self._reclaimer.wake_if_due()
         return Reply(messages.Lent(slots.rows.tobytes(), slots.offsets.tobytes()))
+
+    def _wait_for_room(
+        self, group: bytes, nbytes: int, count: int, protect: Sequence[KeyArray], until_s: float = math.inf
+    ) -> None:
+        """Wait until `count` slots can be lent, if writes to the tiers stand in the way. The caller holds the lock."""
+        store = self._store
+        require_size(nbytes, store.config.extent_nbytes)
+
+        def room() -> bool:
+            number, now = store.groups.number(group), store.table.ticks(time.monotonic())
+            rows = np.concatenate([*map(store.table.find, protect)])
+            return store.evictor.make_room(count, slot_nbytes(nbytes), number, rows, now) == count
+
+        self._mover.demotion.wait_for_room(room, until_s)
 
     def _commit(self, request: messages.Commit, session: NodeSession) -> Reply:
         with self._lock:
@@ -128,6 +145,10 @@ class WriteHandler:
             return self._below.reply(request.group, batch, pairs, most=self._most_slots(session, request.nbytes))
         protect = [batch.keys, *(() if batch.parent is None else (batch.parent,))]
         with self._lock:
+            if request.evict:
+                absent = len(self._store.missing(batch.keys, now_s=now_s))
+                count = min(absent, self._most_slots(session, request.nbytes))
+                self._wait_for_room(request.group, request.nbytes, count, protect)
             group = self._store.groups.number(request.group)
             missing = self._store.missing(batch.keys, now_s=now_s)
             if not request.replica:
