@@ -102,7 +102,7 @@ class Prefixes:
             head: (self._chunks.rows_of(prefix.keys).tolist(), prefix.replica)
             for head, prefix in self._prefixes.items()
         }
-        own = np.array([row for rows, replica in known.values() if replica for row in rows], np.int32)
+        own = np.unique(np.array([row for rows, replica in known.values() if replica for row in rows], np.int32))
         self.meter.update(self._chunks.columns, own[self._chunks.replicas(own)], now_s=now_s)
         return known
 
@@ -135,12 +135,16 @@ class Prefixes:
             if prefix := self._prefixes.get(head):
                 self._chunks.set_replica(self._chunks.rows_of(prefix.keys), replica=False)
                 prefix.replica, prefix.listed_s = False, now_s
-        for head, prefix in list(self._prefixes.items()):
-            if head in keep:
-                prefix.listed_s = now_s
-            elif prefix.replica and now_s - prefix.listed_s > UNLISTED_S:
-                self._chunks.retire(self._replica_rows(prefix), now_s=now_s)
+        for head in keep & self._prefixes.keys():
+            self._prefixes[head].listed_s = now_s
+        unlisted = [
+            head for head, prefix in self._prefixes.items() if prefix.replica and now_s - prefix.listed_s > UNLISTED_S
+        ]
+        if unlisted:
+            before = self.replica_rows()
+            for head in unlisted:
                 del self._prefixes[head]
+            self._chunks.retire(np.setdiff1d(before, self.replica_rows()), now_s=now_s)  # a chunk may be in several
         for head in {*keep, *(order.head for order in orders.copies)} & self._hot.keys():
             self._prefixes.setdefault(head, Prefix(self._hot[head], now_s, False))
         return [
@@ -161,10 +165,7 @@ class Prefixes:
         return np.concatenate([np.empty((0, 2), np.uint64), *held])
 
     def replica_rows(self) -> Rows:
-        """Return the rows of all replicas."""
-        held = [self._replica_rows(prefix) for prefix in self._prefixes.values() if prefix.replica]
-        return np.concatenate([np.empty(0, np.int32), *held])
-
-    def _replica_rows(self, prefix: Prefix) -> Rows:
-        rows = self._chunks.rows_of(prefix.keys)
-        return np.unique(rows[self._chunks.replicas(rows)])
+        """Return the rows of all replicas, each once. A chunk may be in several prefixes."""
+        held = [self._chunks.rows_of(prefix.keys) for prefix in self._prefixes.values() if prefix.replica]
+        rows = np.unique(np.concatenate([np.empty(0, np.int32), *held]))
+        return rows[self._chunks.replicas(rows)]

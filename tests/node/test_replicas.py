@@ -175,6 +175,22 @@ def test_a_chunk_that_is_there_already_does_not_become_a_replica():
         assert (running.nodes[1].store.table.find(keys) >= 0).tolist() == [True, True, False]
 
 
+def test_a_chunk_of_two_prefixes_counts_once_and_stays_while_one_of_them_is_hot():
+    with hot_cluster(1) as running:
+        keys = store_chain(running, 0, 4)
+        node = running.nodes[0]
+        rows = node.store.table.find(keys)
+        node.replicas.add(b"whole", keys, rows, now_s=1e6)
+        node.replicas.add(b"end", keys[2:], rows[2:], now_s=1e6)
+        stats = node.stats()["heat"]
+        assert (stats["replicas"], stats["replica_nbytes"]) == (4, 4 * NBYTES)
+        node.replicas.follow(HeatOrders(keep=(b"whole",)), now_s=1e6 + 10)
+        assert (node.store.table.find(keys) >= 0).all()
+        node.replicas.follow(HeatOrders(), now_s=1e6 + 20)
+        assert (node.store.table.find(keys) < 0).all()
+        assert node.store.counters.retired == 4
+
+
 def test_without_the_directory_replicas_stay():
     with hot_cluster(3) as running:
         keys = store_chain(running, 0, 3)
