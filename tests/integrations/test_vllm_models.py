@@ -29,7 +29,7 @@ pytest.importorskip("vllm")
 
 import raykv
 from deployments.model import ensure_model
-from tests.support.engines import BLOCK, Engine, prompt, write_gemma, write_mla, write_model, write_next
+from tests.support.engines import BLOCK, LATENT_BLOCK, Engine, prompt, write_gemma, write_mla, write_model, write_next
 from tests.support.nodes import NODE, SECRET, run
 from tests.support.soak import soak
 
@@ -81,7 +81,7 @@ KINDS = {
     ),
     "sliding window": Kind(write_gemma, 4 * MIB, arguments={"block_size": 128}, lengths=(300, 800), long=100),
     "states": Kind(write_next, 16 * MIB, "bfloat16", {"block_size": 16}, lengths=(300, 800), long=100),
-    "latents": Kind(write_mla, 3 * MIB, "bfloat16", {"block_size": 16}, lengths=(300, 800), long=100),
+    "latents": Kind(write_mla, 3 * MIB, "bfloat16", {"block_size": LATENT_BLOCK}, lengths=(300, 800), long=100),
     "drafter": Kind(lambda folder: write_model(folder, seed=0), 3 * MIB, lengths=(200, 500), long=100),
 }
 

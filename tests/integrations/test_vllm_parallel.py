@@ -12,7 +12,7 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import KVEventBatch
 
 import raykv
-from tests.support.engines import BLOCK, Engine, prompt, write_mla, write_model
+from tests.support.engines import BLOCK, LATENT_BLOCK, Engine, prompt, write_mla, write_model
 from tests.support.nodes import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -37,7 +37,7 @@ def no_file_of_vllm_stays() -> Iterator[None]:
         # Each rank stores its half of the heads.
         (lambda folder: write_model(folder, seed=0), 2, {"dtype": "float32"}),
         # Latents are equal on both ranks, so the two ranks together store each chunk once.
-        (write_mla, 1, {"dtype": "bfloat16", "block_size": 16}),
+        (write_mla, 1, {"dtype": "bfloat16", "block_size": LATENT_BLOCK}),
     ],
     ids=["heads", "latents"],
 )

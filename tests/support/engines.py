@@ -25,6 +25,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.v1.request import RequestStatus  # noqa: E402
 
 BLOCK = 32
+LATENT_BLOCK = 32 if torch.cpu._is_amx_tile_supported() else 16
+"""Tokens in a block of latents (MLA). vLLM has two kernels for them on CPU, and each takes only its own size."""
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD = 128, 256, 512, 2, 4, 2, 32
 CHUNK_NBYTES = BLOCK * LAYERS * 2 * KV_HEADS * HEAD * 4
 
