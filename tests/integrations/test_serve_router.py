@@ -92,6 +92,27 @@ def test_a_prompt_goes_where_its_kv_is_in_memory():
         assert choice.order[0].load_nbytes == 100 * CHUNK_NBYTES
 
 
+def test_raykv_is_asked_only_if_its_answer_may_change_the_choice():
+    made = Deployment()
+    first, turn = prompt("begin", tokens=6400), Prompt(prefix_keys(b"", ["begin", "turn"]), [6400, 6464])
+
+    def settled(asked: Prompt, chunks: int = 100) -> Choice | None:
+        at_best = Stored((Run(chunks, ()),), NAMESPACE.digest)
+        return made.routes.settled(asked, at_best, made.names, now_s=made.now_s)
+
+    assert settled(first) is None, "nobody has it"
+    sent = made.send(first).order[0].replica_id
+    assert settled(turn) is None, "it is being computed"
+    made.now_s += 60.0
+    made.end("r1")
+    choice = settled(turn)
+    assert choice is not None
+    assert (choice.order[0].replica_id, choice.reason) == (sent, "cached")
+    assert settled(turn, chunks=101) is None, "more of the prompt may be stored"
+    made.routes.begin("long", prompt("another", tokens=50_000), choice.order, made.now_s)
+    assert settled(turn) is None, "the other replica may load it sooner"
+
+
 def test_the_measured_rate_of_a_path_counts():
     slow_near = {"na": 1.0 / 1e7}  # 10 MB/s to its own node
     routes = Routes(RouterOptions(), Random(1))

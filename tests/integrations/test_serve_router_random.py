@@ -28,7 +28,7 @@ class RandomLoad:
     def __init__(self, rng: Random) -> None:
         role = rng.choice(["both", "prefill", "decode"])
         self.rng, self.routes = rng, Routes(RouterOptions(role=role), Random(rng.random()))
-        self.now_s, self.requests = 1000.0, 0
+        self.now_s, self.requests, self.settled = 1000.0, 0, 0
         self.sent: dict[str, str] = {}
         """The replica of each request that may still be open."""
 
@@ -70,11 +70,25 @@ class RandomLoad:
             prompt, self.random_stored(prompt), candidates, wait_left_s=wait_left_s, now_s=self.now_s
         )
         check_choice(choice, prompt, candidates, wait_left_s)
+        self.check_settled(prompt, candidates)
         if not choice.wait_s:
             self.requests += 1
             request_id = f"request-{self.requests}"
             self.routes.begin(request_id, prompt, choice.order, self.now_s)
             self.sent[request_id] = choice.order[0].replica_id
+
+    def check_settled(self, prompt: Prompt, candidates: list[str]) -> None:
+        """If no answer of raykv is needed, the chosen replica is the best one with any answer."""
+        at_best = Stored((Run(prompt.tokens // CHUNK_TOKENS, ()),), NAMESPACE.digest)
+        settled = self.routes.settled(prompt, at_best, candidates, now_s=self.now_s)
+        if settled is None:
+            return
+        self.settled += 1
+        for _ in range(5):
+            choice = self.routes.choose(
+                prompt, self.random_stored(prompt), candidates, wait_left_s=2.0, now_s=self.now_s
+            )
+            assert (choice.order[0].cost_s, choice.wait_s) == (pytest.approx(settled.order[0].cost_s), 0.0)
 
     def random_prompt(self) -> Prompt:
         rng = self.rng
@@ -158,6 +172,7 @@ def test_random_operations_leave_no_trace_of_requests_that_ended(
         load.check()
         assert sum(map(len, load.open_by_replica().values())) <= most
     assert load.requests > STEPS / 10
+    assert load.settled > 10
     for request_id, replica_id in load.sent.items():
         load.routes.end(request_id, replica_id, load.now_s)
     assert not any(load.open_by_replica().values())

@@ -33,6 +33,7 @@ class Run:
 
     Attributes:
         stop: Number of leading chunks of the prompt up to the end of this run.
+        holders: The nodes that hold them. Empty: whichever would be the fastest for each engine.
         below: Whether all holders have the chunks only on SSD or in a file.
     """
 

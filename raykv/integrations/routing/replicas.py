@@ -179,7 +179,10 @@ class Replica:
         return self.engine is not None and holder in self.engine.near
 
     def seconds_per_byte(self, holders: Sequence[NodeId], *, below: bool) -> float:
-        """Return the time of the fastest path to one of the holders; measured if possible."""
+        """Return the time of the fastest path to one of the holders; measured if possible. No holders: of all paths."""
+        if not holders:
+            measured = {} if self.engine is None else self.engine.seconds_per_byte
+            return min([*measured.values(), *self.assumed.values()])
         return min(self._path_s(holder, below=below) for holder in holders)
 
     def _path_s(self, holder: NodeId, *, below: bool) -> float:

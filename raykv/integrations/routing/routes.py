@@ -145,6 +145,23 @@ class Routes:
                 return Choice(order, "computing")
         return Choice(order, best.reason)
 
+    def settled(self, prompt: Prompt, at_best: Stored, candidates: Sequence[str], *, now_s: float) -> Choice | None:
+        """Choose without an answer of raykv, if none would change the choice. None: raykv must be asked.
+
+        So it is if a replica has the beginning of the prompt, would load no more of it, and costs less than all others
+        would with everything stored.
+
+        Args:
+            at_best: All chunks with known names, without holders. The estimates of the other replicas assume it.
+        """
+        if not any(self.replicas[each].cached(prompt.keys) for each in candidates if each in self.replicas):
+            return None
+        if self._longest_reserved(prompt, now_s) is not None:
+            return None
+        order = self._estimates(candidates, prompt, at_best, now_s)
+        best = order[0]
+        return Choice(order, best.reason) if 0 < best.cached_tokens == best.stored_tokens else None
+
     def begin(self, request_id: str, prompt: Prompt, order: Sequence[Estimate], now_s: float) -> None:
         """The request goes to the first replica of `order`. Reserves the segments that nobody has.
 

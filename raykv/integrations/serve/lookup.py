@@ -16,7 +16,7 @@ from raykv.client.request_trail import TrailSender
 from raykv.cluster import find_address
 from raykv.errors import PeerUnavailable, RayKVError
 from raykv.integrations.routing.choice import RouterOptions
-from raykv.integrations.routing.locations import ChunkFinder, Stored
+from raykv.integrations.routing.locations import ChunkFinder, Run, Stored
 from raykv.integrations.routing.prompts import Naming, PrefixEnd, Prompt
 from raykv.integrations.routing.reader import Reader
 from raykv.integrations.routing.report import Adapter, EngineReport, ReplicaReport, TokenizerReport
@@ -91,6 +91,11 @@ class PromptLookup:
         scope = repr((model, adapter, salt, is_text, start.rest)).encode("utf-8", "surrogatepass")
         prompt = await reader.read(scope, segments, naming, start)
         return Found(prompt, Scope(lora=adapter.scope if adapter else "", salt=salt) if naming is not None else None)
+
+    def at_best(self, found: Found) -> Stored:
+        """Return the best answer that `find` could give."""
+        digest = b"" if self._engine is None else self._engine.namespace.digest
+        return Stored((Run(len(found.prompt.names), ()),), digest)
 
     async def find(self, found: Found) -> Stored | None:
         """Look a prompt up. None: raykv does not answer."""

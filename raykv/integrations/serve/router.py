@@ -28,7 +28,7 @@ from raykv.integrations.routing.prompts import Prompt
 from raykv.integrations.routing.report import STATS_KEY, ReplicaReport
 from raykv.integrations.routing.routes import Choice, Routes
 from raykv.integrations.routing.trail import Routed, Trail
-from raykv.integrations.serve.lookup import PromptLookup
+from raykv.integrations.serve.lookup import Found, PromptLookup
 
 log = logging.getLogger("ray.serve")
 
@@ -126,10 +126,8 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         preferred = self._with_adapter(candidates, pending)
         named = {replica.replica_id.unique_id: replica for replica in preferred}
         while True:
-            stored = await self._lookup.find(found)
-            left_s = self._options.max_wait_s - waited_s if self._may_wait() else 0.0
+            choice = await self._choose(found, [*named], waited_s)
             now_s = time.monotonic()
-            choice = self._routes.choose(found.prompt, stored, [*named], wait_left_s=left_s, now_s=now_s)
             if not choice.wait_s:
                 break
             wait_began_s = wait_began_s or now_s
@@ -148,6 +146,16 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             self._add_to_trail(self._routed(pending, choice, found.prompt, took_s=took_s, waited_s=waited_s))
         others = [replica for replica in candidates if replica not in preferred]  # if all that are preferred are full
         return [[named[each.replica_id]] for each in choice.order] + ([others] if others else [])
+
+    async def _choose(self, found: Found, candidates: list[str], waited_s: float) -> Choice:
+        """Choose a replica. Asks raykv only if its answer may change the choice."""
+        at_best = self._lookup.at_best(found)
+        settled = self._routes.settled(found.prompt, at_best, candidates, now_s=time.monotonic())
+        if settled is not None:
+            return settled
+        stored = await self._lookup.find(found)
+        left_s = self._options.max_wait_s - waited_s if self._may_wait() else 0.0
+        return self._routes.choose(found.prompt, stored, candidates, wait_left_s=left_s, now_s=time.monotonic())
 
     def _withdraw_cancelled(self, request_id: str, future: "asyncio.Future[RunningReplica]") -> None:
         """A client has left before its request was sent to a replica, so no hook of Ray Serve tells its end."""
