@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import core_share, serving_kills
+from benchmarks import core_share, plain_python, serving_kills
 from benchmarks.machine import facts
 from benchmarks.serving_load import BLOCK_TOKENS, Asked, Load, Outcome, ask, drive, reusable
 from benchmarks.serving_ray import DTYPE, openai_client, ray_serve
@@ -122,6 +122,7 @@ class System:
         outcomes: What each round brought.
         computed: Tokens that each worker computed, in each round.
         routes: What the router decided on each request; empty if it does not tell.
+        plain: What plain Python took beside each round; empty if `routes` is.
     """
 
     def __init__(self, name: str, port: int, replicas: int, cache_nbytes: int) -> None:
@@ -130,10 +131,11 @@ class System:
         self.outcomes: list[Outcome] = []
         self.computed: list[list[int]] = []
         self.routes: dict[str, dict[str, Any]] = {}
+        self.plain: list[dict[str, Any]] = []
 
     def begin(self) -> None:
         """Forget the figures of earlier loads."""
-        self.outcomes, self.computed, self.routes = [], [], {}
+        self.outcomes, self.computed, self.routes, self.plain = [], [], {}, []
 
     @contextmanager
     def deployed(self) -> Iterator[None]:
@@ -163,13 +165,15 @@ class System:
     def play(self, load: Load, seed: int, *, pauses: int) -> None:
         time.sleep(METRICS_S)
         before = computed_by_worker(self.name)
-        outcome = drive(self._client, self.name, load, seed, pauses=pauses)
+        with plain_python.beside() as plain:
+            outcome = drive(self._client, self.name, load, seed, pauses=pauses)
         time.sleep(METRICS_S)
         computed = computed_by_worker(self.name) - before
         self.outcomes.append(outcome)
         self.computed.append((sorted(computed.values(), reverse=True) + [0] * self._replicas)[: self._replicas])
         if self.name == "raykv":
             self._read_routes({each.request_id for each in outcome.asked})
+            self.plain.append(plain)
 
     def kill(self, load: Load, victims: Sequence[str], seed: int) -> list[dict[str, Any]]:
         """Play the load once for each victim, which is killed meanwhile. Returns the figures of each."""
@@ -214,8 +218,11 @@ class System:
         }
         if self.routes:
             taken = sorted(each["took_s"] for each in self.routes.values())
+            plain = sorted(each_s for each in self.plain for each_s in each["wall_s"])
             found |= {"decision_p50_s": _rank(taken, 0.5), "decision_p99_s": _rank(taken, 0.99)}
-        return {**found, "rounds": rounds}
+            found |= {"plain_p50_s": _rank(plain, 0.5), "plain_p99_s": _rank(plain, 0.99)}
+            found["plain_loop_s"] = statistics.median(each["loop_s"] for each in self.plain)
+        return {**found, "rounds": rounds, "plain": self.plain}
 
     def _request(self, asked: Asked) -> dict[str, Any]:
         fields = {"began_s": asked.began_s, "ttft_s": asked.ttft_s, "tokens": len(asked.prompt), "cached": asked.cached}
@@ -247,6 +254,8 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
         if "decision_p50_s" in each:
             p50, p99 = 1e3 * each["decision_p50_s"], 1e3 * each["decision_p99_s"]
             lines.append(f"\n{name}: a decision takes {p50:.2f} ms (p50), {p99:.2f} ms (p99)")
+            loop, p50, p99 = (1e3 * each[f"plain_{part}_s"] for part in ("loop", "p50", "p99"))
+            lines.append(f"beside it, plain Python that takes {loop:.2f} ms in a loop: {p50:.2f} ms, {p99:.2f} ms")
     return "\n".join(lines)
 
 
