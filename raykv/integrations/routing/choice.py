@@ -1,8 +1,7 @@
 """The cost of a request on a replica: the expected time to its first token. No I/O."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -40,8 +39,7 @@ class RouterOptions(Model):
     ongoing_tokens: Annotated[int, Field(ge=0, le=65_536)] = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """The expected cost of a request on one replica.
 
     Attributes:
@@ -153,4 +151,4 @@ def with_prefix(stored: Stored, chunks: int, holders: Sequence[str], digest: byt
 
 def after(estimated: Estimate, wait_s: float) -> Estimate:
     """Return the estimate of a request that waits in the router first. The replica's queue gets shorter meanwhile."""
-    return replace(estimated, queue_s=max(estimated.queue_s, wait_s))
+    return estimated._replace(queue_s=max(estimated.queue_s, wait_s))

@@ -7,7 +7,7 @@ the router until raykv has the prefix, and load it elsewhere.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from random import Random
 from statistics import fmean
@@ -245,15 +245,21 @@ class Routes:
         which this router sent more work of late. A conversation can leave it if a load elsewhere takes less than a
         quarter of the time that its turn takes to compute.
         """
-        replicas = {each: self.replicas.setdefault(each, Replica()) for each in candidates}
+        replicas = {each: self._replica(each) for each in candidates}
         recent_s = {name: each.recent_work_s(now_s) + CHANCE_S for name, each in replicas.items()}
         mean_s = fmean(recent_s.values())
         found = []
         for name, replica in replicas.items():
             token_s = self._token_s.get(name, self._default_token_s)
             one = estimate(name, replica, prompt, stored, options=self._options, token_s=token_s, now_s=now_s)
-            found.append(replace(one, share=min(max(recent_s[name] / mean_s, MIN_SHARE), MAX_SHARE)))
+            found.append(one._replace(share=min(max(recent_s[name] / mean_s, MIN_SHARE), MAX_SHARE)))
         return sorted(found, key=lambda each: (each.cost_s, self._rng.random()))
+
+    def _replica(self, replica_id: str) -> Replica:
+        found = self.replicas.get(replica_id)
+        if found is None:
+            found = self.replicas[replica_id] = Replica()
+        return found
 
     def _power_of_two(self, order: list[Estimate]) -> list[Estimate]:
         """Draw two replicas, and put the one with less to do first."""
