@@ -1,8 +1,7 @@
-"""What a piece of plain Python takes beside a load: the limit that the machine sets to a router's decision.
+"""What a small piece of plain Python takes beside a load: mostly the wait for a core.
 
 The piece renders a chat template, cuts the text and hashes the parts, without raykv. In a loop it takes less than
-0.1 ms, a fifth of a decision. A process that does so twice a second finds little of its code and data in the
-processor's caches, and waits for a core like every other process.
+0.1 ms. It has little code, so it says little of what a router pays for code and data that are in no cache any more.
 """
 
 import json
