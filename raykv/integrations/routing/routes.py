@@ -148,8 +148,8 @@ class Routes:
     def settled(self, prompt: Prompt, at_best: Stored, candidates: Sequence[str], *, now_s: float) -> Choice | None:
         """Choose without an answer of raykv, if none would change the choice. None: raykv must be asked.
 
-        So it is if a replica has the beginning of the prompt, would load no more of it, and costs less than all others
-        would with everything stored.
+        None would if a replica has the beginning of the prompt, loads no more of it, and costs less than all others
+        with everything stored.
 
         Args:
             at_best: All chunks with known names, without holders. The estimates of the other replicas assume it.
