@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from raykv.client.pipeline import Finish, Outcome, Pipeline, Posted
+from raykv.client.pipeline import NO_ANSWER, Finish, Outcome, Pipeline, Posted
 from raykv.errors import PeerUnavailable, RayKVError
 from raykv.memory.reader import ShmReader
 from raykv.protocol import messages
@@ -167,7 +167,7 @@ class LocalConnection:
                 with pipeline.lock:
                     if posted.outcome is None:
                         posted.finish = late
-                        raise PeerUnavailable("the local node did not answer by the deadline")
+                        raise PeerUnavailable(NO_ANSWER)
             if not (may_be_broken and isinstance(posted.outcome, PeerUnavailable)):
                 return posted
 

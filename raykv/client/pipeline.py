@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -20,6 +21,10 @@ from raykv.transport.base import MAX_POSTED, remaining
 from raykv.transport.forking import drop_after_fork
 from raykv.transport.link import Link
 
+NO_ANSWER: Final = "the local node did not answer by the deadline"
+CONNECT_S: Final = 1.0
+"""An attempt to connect takes at least this long before it fails for lack of time. A call with an earlier deadline
+leaves the attempt running, and a later call uses its result. So a busy host connects also for calls of milliseconds."""
 MAX_POSTED_KEYS: Final = 2048
 """Largest number of keys of all unanswered requests together. A request with more keys is sent only if no other request
 is unanswered. Requests and answers with this many keys fit into the socket's buffers, so that no send blocks."""
@@ -87,6 +92,7 @@ class Pipeline:
         self.lock = threading.Lock()
         self.life += 1
         self._link: Link | None = None
+        self._opening: Future[tuple[Link, ShmReader]] | None = None
         self._posted: deque[Posted] = deque()
         self._posted_keys = 0
         self.trusted_until_s = 0.0
@@ -125,15 +131,30 @@ class Pipeline:
         """
         if self._link is not None:
             return
-        remaining(deadline_s)
-        if time.monotonic() < self._retry_at_s:
-            raise PeerUnavailable("the local node is away")
+        left_s = remaining(deadline_s)
+        if self._opening is None:
+            now_s = time.monotonic()
+            if now_s < self._retry_at_s:
+                raise PeerUnavailable("the local node is away")
+            self._opening = self._open(max(deadline_s, now_s + CONNECT_S))
+        opening = self._opening
+        wait([opening], left_s)
+        if not opening.done():
+            raise PeerUnavailable(NO_ANSWER)
+        self._opening = None
         try:
-            self._link, self.reader = self._open_link(deadline_s)
+            self._link, self.reader = opening.result()
         except RayKVError as error:
             self._retry_at_s = time.monotonic() + self._retry_s
             raise PeerUnavailable(f"the local node is away: {error}") from error
         self.life += 1
+
+    def _open(self, deadline_s: float) -> "Future[tuple[Link, ShmReader]]":
+        """Open a link in a thread of its own."""
+        thread = ThreadPoolExecutor(1, "raykv-local")
+        opening = thread.submit(self._open_link, deadline_s)
+        thread.shutdown(wait=False)
+        return opening
 
     def post(
         self,
@@ -260,3 +281,11 @@ class Pipeline:
         with self.lock:
             self.drop_locked("the client was closed")
             self._retry_at_s = float("inf")
+            if self._opening is not None:
+                self._opening.add_done_callback(_close_unused)
+                self._opening = None
+
+
+def _close_unused(opening: "Future[tuple[Link, ShmReader]]") -> None:
+    if opening.exception() is None:
+        opening.result()[0].close()

@@ -3,12 +3,11 @@
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
 
 import numpy as np
 
 from raykv.client.local_connection import LocalConnection
-from raykv.client.pipeline import Outcome, Pipeline, Posted
+from raykv.client.pipeline import NO_ANSWER, Outcome, Pipeline, Posted
 from raykv.client.slot_pool import POOL_IDLE_S, TRUST_S, LentBatch, Slot, SlotPool
 from raykv.errors import LostError, PeerUnavailable, ProtocolError, RayKVError, TransientError
 from raykv.memory.slots import slot_nbytes
@@ -16,8 +15,6 @@ from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array
 from raykv.protocol.namespace import Namespace
 from raykv.types import Batch
-
-NO_ANSWER: Final = "the local node did not answer by the deadline"
 
 
 class SlotSupply:

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.client.local_connection import LocalConnection
-from raykv.client.pipeline import Outcome
+from raykv.client.pipeline import NO_ANSWER, Outcome
 from raykv.client.slot_pool import LentBatch, Slot
-from raykv.client.slot_supply import NO_ANSWER, SlotSupply, rows_of
+from raykv.client.slot_supply import SlotSupply, rows_of
 from raykv.errors import CapacityError, LostError, ProtocolError, RayKVError, TransientError, UsageError
 from raykv.memory.copying import CopyThreads, checksums_of
 from raykv.memory.slots import slot_nbytes

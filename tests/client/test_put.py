@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import raykv
+from raykv.client.pipeline import NO_ANSWER
 from raykv.client.slot_pool import (
     MAX_POOL_NBYTES,
     MAX_POOL_SHARE,
@@ -20,6 +21,7 @@ from raykv.client.slot_pool import (
     TRUST_S,
     SlotPool,
 )
+from raykv.errors import PeerUnavailable
 from raykv.memory.slots import slot_nbytes
 from raykv.protocol import messages
 from raykv.transport.base import MAX_POSTED, Reply
@@ -333,6 +335,46 @@ def test_a_stopped_node_costs_its_deadline_and_no_lease(node, stopped_s: float):
         assert put(client, ["again"]).stored == 1
         assert sum(get(reader, late[:asked])) == posted
         assert client.router.writer.pipeline.life == life, "the same connection"
+
+
+def test_a_connection_that_takes_longer_than_a_put_serves_later_puts(node, monkeypatch):
+    """A busy host connects in 5 to 30 ms, and an engine waits 3 ms."""
+    attempts = []
+    with node.client() as client:
+        pipeline = client.router.writer.pipeline
+        connect = pipeline._open_link
+
+        def connect_slowly(deadline_s: float):
+            attempts.append(deadline_s)
+            if deadline_s < time.monotonic() + 0.1:
+                raise PeerUnavailable("too late")
+            time.sleep(0.1)
+            return connect(deadline_s)
+
+        monkeypatch.setattr(pipeline, "_open_link", connect_slowly)
+        early = put(client, ["early"], timeout_s=0.003)
+        assert (early.skipped, early.reason) == (1, NO_ANSWER)
+        wait_until(lambda: put(client, ["later"], timeout_s=0.02).skipped == 0)
+        assert len(attempts) == 1
+        assert all(get(client, ["later"]))
+
+
+def test_a_client_that_closes_while_it_connects_leaves_no_connection(node, monkeypatch):
+    links, may_end = [], threading.Event()
+    with node.client() as client:
+        pipeline = client.router.writer.pipeline
+        connect = pipeline._open_link
+
+        def connect_slowly(deadline_s: float):
+            may_end.wait(20.0)
+            link, reader = connect(deadline_s + 20.0)
+            links.append(link)
+            return link, reader
+
+        monkeypatch.setattr(pipeline, "_open_link", connect_slowly)
+        assert put(client, ["early"], timeout_s=0.003).skipped == 1
+    may_end.set()
+    wait_until(lambda: links and links[0].closed)
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from raykv import Put
+from raykv.client.pipeline import NO_ANSWER
 from raykv.client.puts import stores_remotely
-from raykv.client.slot_supply import NO_ANSWER
 from raykv.errors import PeerUnavailable
 from raykv.integrations.gpu_layout import GpuLayout, load_here
 from raykv.integrations.kv_layout import Layout, Values
