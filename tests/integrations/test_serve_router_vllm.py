@@ -127,6 +127,25 @@ def test_the_segments_of_a_chat_have_the_tokens_of_the_whole(model: str, texts: 
         assert found == tokenizer.encode(expected, add_special_tokens=False), seed
 
 
+def test_the_text_of_a_plain_chat_is_the_same_without_its_template(
+    model: str, texts: Texts, monkeypatch: pytest.MonkeyPatch
+):
+    tokenizer, rendered = AutoTokenizer.from_pretrained(model), []
+    render = texts._render
+    monkeypatch.setattr(texts, "_render", lambda *given, **more: rendered.append(given) or render(*given, **more))
+    for seed in range(20):
+        plain = [{**each, "content": joined(each["content"])} for each in conversation(Random(seed))]
+        messages = plain[seed % 2 :]  # the template begins otherwise without a system message
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert texts.text(ChatCompletionRequest(model="m", messages=messages)) == expected, seed
+    assert not rendered
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for more in ({"chat_template_kwargs": {"x": 1}}, {"tools": tools}, {"add_generation_prompt": False}):
+        request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "x"}], **more)
+        assert texts.text(request)
+    assert len(rendered) == 3
+
+
 def joined(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(each["text"] for each in content)
 

@@ -14,6 +14,7 @@ from vllm.tokenizers import get_tokenizer
 
 from raykv.integrations.routing.report import TokenizerReport
 from raykv.integrations.routing.segments import Cutter
+from raykv.integrations.serve.frames import Frames
 
 MAX_TEXT_CHARS: Final = 2_000_000
 """Longer prompts are not read."""
@@ -41,7 +42,10 @@ class Texts:
         added = [token for token in self._tokenizer.added_tokens_decoder.values() if not (token.lstrip or token.rstrip)]
         specials = [token.content for token in added]
         self.cutter = Cutter(specials, cuts=self._can_be_cut(specials))
+        template = self.settings.chat_template or self._tokenizer.chat_template
+        self._template: str | None = template if isinstance(template, str) else None
         self._as_parts = self._expects_parts()
+        self._frames = None if self._as_parts else self._find_frames()
         self.prefix: tuple[int, ...] = tuple(self._encode("", add_special_tokens=True).ids)
         """The tokens that the tokenizer puts before a prompt that is no chat."""
 
@@ -49,8 +53,15 @@ class Texts:
         """Whether the chat template expects a list of parts as the content of a message."""
         if self.settings.content_format != "auto":
             return self.settings.content_format == "openai"
-        template = self.settings.chat_template or self._tokenizer.chat_template
-        return isinstance(template, str) and _detect_content_format(template, default="string") == "openai"
+        return self._template is not None and _detect_content_format(self._template, default="string") == "openai"
+
+    def _find_frames(self) -> Frames | None:
+        if self._template is None:
+            return None
+        try:
+            return Frames.of(self._template, lambda messages: self._render(messages, self.settings.template_kwargs))
+        except Exception:  # noqa: BLE001 - a template raises what it likes, if it wants other roles
+            return None
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, without tokens that the tokenizer adds."""
@@ -71,25 +82,39 @@ class Texts:
         return self._chat(request, messages) if isinstance(messages, list) and messages else None
 
     def _chat(self, request: Any, messages: list[Any]) -> str | None:
-        conversation = [_message(each, as_parts=self._as_parts) for each in messages]
         # A template of the request may run for long, and engines refuse it by default.
-        if None in conversation or getattr(request, "chat_template", None):
+        if getattr(request, "chat_template", None):
             return None
-        if sum(len(each["content"]) for each in conversation if each) > MAX_TEXT_CHARS:
-            return None
+        variables = getattr(request, "chat_template_kwargs", None) or {}
         tools = getattr(request, "tools", None)
-        dumped = None if not tools else [each if isinstance(each, dict) else each.model_dump() for each in tools]
-        variables = self.settings.template_kwargs | (getattr(request, "chat_template_kwargs", None) or {})
-        text: str = self._tokenizer.apply_chat_template(
+        begins = bool(getattr(request, "add_generation_prompt", True))
+        continues = bool(getattr(request, "continue_final_message", False))
+        if self._frames is not None and begins and not (variables or tools or continues):
+            text = self._frames.text(messages)
+            if text is not None:
+                return text if len(text) <= MAX_TEXT_CHARS else None
+        conversation = [_message(each, as_parts=self._as_parts) for each in messages]
+        if None in conversation or sum(len(each["content"]) for each in conversation if each) > MAX_TEXT_CHARS:
+            return None
+        text = self._render(
             conversation,
-            tools=dumped,
-            chat_template=self.settings.chat_template,
-            tokenize=False,
-            add_generation_prompt=bool(getattr(request, "add_generation_prompt", True)),
-            continue_final_message=bool(getattr(request, "continue_final_message", False)),
-            **{name: value for name, value in variables.items() if name not in ("chat_template", "tokenize")},
+            self.settings.template_kwargs | variables,
+            tools=None if not tools else [each if isinstance(each, dict) else each.model_dump() for each in tools],
+            add_generation_prompt=begins,
+            continue_final_message=continues,
         )
         return text if len(text) <= MAX_TEXT_CHARS else None
+
+    def _render(self, conversation: Sequence[Any], variables: dict[str, Any], **arguments: Any) -> str:
+        """Render the chat template. By default, it adds the beginning of an answer."""
+        free = {name: value for name, value in variables.items() if name not in ("chat_template", "tokenize")}
+        text: str = self._tokenizer.apply_chat_template(
+            conversation,
+            chat_template=self.settings.chat_template,
+            tokenize=False,
+            **{"add_generation_prompt": True, **arguments, **free},
+        )
+        return text
 
 
 def _single(prompt: Any) -> str | Sequence[int] | None:
