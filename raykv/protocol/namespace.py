@@ -54,7 +54,7 @@ class Namespace(Model):
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_NBYTES, person=b"raykv-namespace").digest()
 
-    @property
+    @cached_property
     def group(self) -> "Namespace":
         """The quota group of this namespace: the same fields without `salt` and `lora`."""
         return self.with_fields(salt="", lora="")

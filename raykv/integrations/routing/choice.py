@@ -128,7 +128,7 @@ def estimate(
 def _load(replica: Replica, cached: int, stored: Stored, token_s: float) -> tuple[int, int, float]:
     """Return up to which token a load reaches, its bytes, and its time. The engine computes what it computes sooner."""
     engine = replica.engine
-    if engine is None or not engine.chunk_nbytes or engine.namespace.digest != stored.digest:
+    if engine is None or not engine.chunk_nbytes or replica.digest != stored.digest:
         return 0, 0, 0.0
     size, nbytes, seconds = engine.chunk_tokens, 0, 0.0
     begin = at = cached // size

@@ -53,12 +53,13 @@ class Replica:
 
     Attributes:
         report: The replica's last report.
+        digest: Digest of its engine's namespace. A digest takes long, and each report has a namespace of its own.
         ongoing: The requests that this router has sent there and that have not ended.
         assumed: Seconds per byte of paths that the engine has not measured, by kind.
     """
 
     def __init__(self) -> None:
-        self.report = ReplicaReport()
+        self.report, self.digest = ReplicaReport(), b""
         self.ongoing: dict[str, Ongoing] = {}
         self.assumed: Mapping[str, float] = SECONDS_PER_BYTE
         self._cached: OrderedDict[bytes, int] = OrderedDict()
@@ -75,6 +76,8 @@ class Replica:
         if engine is None:
             self.report = report
             return
+        if before is None or before.namespace != engine.namespace:
+            self.digest = engine.namespace.digest
         if before is not None and before.namespace != engine.namespace:
             self._cached.clear()
         if before is None:  # until now the count began at 0

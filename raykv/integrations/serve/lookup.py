@@ -55,6 +55,7 @@ class PromptLookup:
         self._connecting: threading.Thread | None = None
         self._failed_s = -RETRY_S
         self._engine: EngineReport | None = None
+        self._namespace: Namespace | None = None  # that of `_engine`, which has computed its digest
         self._naming: Naming | None = None
         self._adapters: dict[str, Adapter] = {}
         self._near: list[tuple[str, ...]] = []
@@ -94,38 +95,40 @@ class PromptLookup:
 
     def at_best(self, found: Found) -> Stored:
         """Return the best answer that `find` could give."""
-        digest = b"" if self._engine is None else self._engine.namespace.digest
+        digest = b"" if self._namespace is None else self._namespace.digest
         return Stored((Run(len(found.prompt.names), ()),), digest)
 
     async def find(self, found: Found) -> Stored | None:
         """Look a prompt up. None: raykv does not answer."""
-        engine, connection = self._engine, self._connection
-        if engine is None or connection is None or found.scope is None:
+        namespace, connection = self._namespace, self._connection
+        if namespace is None or connection is None or found.scope is None:
             return None
-        client = connection.client(engine.namespace, found.scope)
+        client = connection.client(namespace, found.scope)
         if client is None:
             return None
         here = client.nodes_on_this_host()
         all_near = all(here.intersection(near) for near in self._near)
         runs = await self._finder.find(client, found.prompt.names, all_near=all_near)
-        return None if runs is None else Stored(runs, engine.namespace.digest)
+        return None if runs is None else Stored(runs, namespace.digest)
 
     def add_to_trail(self, request_id: str, text: str) -> None:
         """Send a sentence about a request to the node, on a thread, if raykv is connected."""
-        if self._connection is not None and self._engine is not None:
+        if self._connection is not None and self._namespace is not None:
             self._sender.add(request_id, text)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _send(self, entries: list[TrailEntry]) -> None:
-        engine, connection = self._engine, self._connection
-        client = connection.client(engine.namespace, Scope()) if engine and connection else None
+        namespace, connection = self._namespace, self._connection
+        client = connection.client(namespace, Scope()) if namespace and connection else None
         if client is None:
             raise PeerUnavailable("the router is not connected to raykv")
         client.add_to_trail(entries)
 
     def _use_engine(self, engine: EngineReport) -> None:
         before, self._engine = self._engine, engine
+        if self._namespace is None or self._namespace != engine.namespace:
+            self._namespace = engine.namespace
         if before is None or _naming_fields(before) != _naming_fields(engine):
             self._naming = naming_of(engine)
             if self._loaded is not None:
