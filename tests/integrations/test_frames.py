@@ -59,6 +59,15 @@ def test_the_texts_give_what_the_template_gives(template: str, rng: Random):
         assert frames.text(messages) == render(messages)
 
 
+def test_empty_fields_of_a_repeated_answer_change_nothing():
+    frames = Frames.of(CHATML, renderer(CHATML))
+    assert frames is not None
+    answer = {"role": "assistant", "content": "y"}
+    more = {"refusal": None, "annotations": None, "name": None, "tool_calls": [], "reasoning": None}
+    users = [{"role": "user", "content": each} for each in "xz"]
+    assert frames.text([users[0], {**answer, **more}, users[1]]) == frames.text([users[0], answer, users[1]])
+
+
 @pytest.mark.parametrize("template", [DATED, MERGING, COUNTING, REMEMBERING, UPPER, "", "nothing of it"])
 def test_a_template_that_does_more_is_rendered(template: str):
     assert Frames.of(template, renderer(template)) is None
@@ -75,6 +84,9 @@ def test_a_template_that_does_more_is_rendered(template: str):
         [{"role": None, "content": "x"}],
         [{"role": "", "content": "x"}],
         [{"role": "user", "content": "x", "name": "Ada"}],
+        [{"role": "user", "content": "x", "name": ""}],
+        [{"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}],
+        [{"role": "user", "content": "x", "reasoning": "so"}],
         [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}],
         [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}],
         [{"role": "user", "content": "x"}, {"role": "assistant", "content": "<think>so</think>y"}],

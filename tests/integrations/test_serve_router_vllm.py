@@ -135,6 +135,10 @@ def test_the_text_of_a_plain_chat_is_the_same_without_its_template(
     monkeypatch.setattr(texts, "_render", lambda *given, **more: rendered.append(given) or render(*given, **more))
     for seed in range(20):
         plain = [{**each, "content": joined(each["content"])} for each in conversation(Random(seed))]
+        plain = [
+            {**each, "refusal": None, "tool_calls": [], "reasoning": None} if each["role"] == "assistant" else each
+            for each in plain
+        ]
         messages = plain[seed % 2 :]  # the template begins otherwise without a system message
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert texts.text(ChatCompletionRequest(model="m", messages=messages)) == expected, seed

@@ -17,6 +17,8 @@ _CHANGING: Final = "strftime_now"
 """Templates that contain this put the date into the prompt."""
 _MARKED: Final = "</"
 """Contents with this text may be marked up, like a thought, which some templates leave out in later turns."""
+_MORE: Final = ("name", "tool_call_id", "reasoning", "tool_calls")
+"""Other fields that templates get: see `texts.py`. Clients that repeat an answer send them empty."""
 _TALK: Final = ("user", "assistant", "user", "assistant", "user")
 _ORDERS: Final = (_TALK, ("system", *_TALK))
 _CONTENTS: Final = (
@@ -63,7 +65,7 @@ class Frames:
         pieces: list[str] = []
         before = ""
         for message in messages:
-            if not isinstance(message, dict) or len(message) != 2:
+            if not isinstance(message, dict) or any(message.get(each) not in (None, []) for each in _MORE):
                 return None
             role, content = message.get("role"), message.get("content")
             if not (role and isinstance(role, str) and isinstance(content, str)) or _MARKED in content:
