@@ -68,8 +68,11 @@ class SlotSupply:
                 reopened = True
             elif isinstance(outcome, RayKVError):
                 raise type(outcome)(str(outcome))
-            full = mine and isinstance(outcome, messages.Lent) and len(outcome.rows) < 4 * needed
-            lent.reason = "full" if full else ""
+            if mine and isinstance(outcome, messages.Lent) and len(outcome.rows) < 4 * needed:
+                # The node evicts nothing for a request that it reads after the deadline.
+                lent.reason = "full" if time.monotonic() < deadline_s else NO_ANSWER
+            else:
+                lent.reason = ""
 
     def _pool_locked(self, group: Namespace, nbytes: int, deadline_s: float) -> SlotPool:
         """Connect, and return the pool for a quota group and a chunk size. A new connection begins without slots."""

@@ -359,6 +359,27 @@ def test_a_connection_that_takes_longer_than_a_put_serves_later_puts(node, monke
         assert all(get(client, ["later"]))
 
 
+def test_slots_that_come_too_late_do_not_mean_a_full_arena(node, monkeypatch):
+    """A busy node lends no slots after a put's deadline. An engine that took this for a full arena would not retry."""
+    with node.client() as client:
+        for number in range(40):  # more than the arena holds, so that slots are lent only for evicted chunks
+            client.put([f"first-{number}"], [bytes(1 << 20)])
+        pipeline = client.router.writer.pipeline
+        wait = pipeline.wait
+
+        def wait_long(posted, deadline_s: float) -> bool:
+            time.sleep(max(0.0, deadline_s - time.monotonic()))
+            resume(node)
+            return wait(posted, deadline_s + 20.0)
+
+        stop(node)
+        monkeypatch.setattr(pipeline, "wait", wait_long)
+        late = client.put(["late"], [bytes(1 << 20)], timeout_s=0.05)
+        assert (late.skipped, late.reason) == (1, NO_ANSWER)
+        monkeypatch.undo()
+        assert client.put(["late"], [bytes(1 << 20)]).stored == 1
+
+
 def test_a_client_that_closes_while_it_connects_leaves_no_connection(node, monkeypatch):
     links, may_end = [], threading.Event()
     with node.client() as client:
