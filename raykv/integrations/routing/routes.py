@@ -289,13 +289,14 @@ class Routes:
     ) -> Estimate | None:
         """Return the best estimate of the request after the reserved prefix is in raykv. None: it is there already."""
         segments, reservation = reserved
-        engine = self.replicas[reservation.replica_id].engine
+        replica = self.replicas[reservation.replica_id]
+        engine = replica.engine
         if engine is None or not engine.near:
             return None
         chunks = prompt.ends[segments - 1] // engine.chunk_tokens
         if chunks <= stored.chunks:
             return None
-        later = with_prefix(stored, chunks, engine.near[:1], engine.namespace.digest)
+        later = with_prefix(stored, chunks, engine.near[:1], replica.digest)
         estimates = self._estimates([each.replica_id for each in order], prompt, later, now_s)
         return min((after(each, wait_s) for each in estimates), key=lambda each: each.cost_s)
 
