@@ -2,8 +2,10 @@
 
 Run by hand: `make bench-connectors`, or `python -m benchmarks.connectors [--load long] [--systems vllm,raykv]`.
 
-All systems run at the same time. Each request goes to one system after the other, in an order that changes, and only
-one system is busy at a time. So a change of the machine's speed affects all alike. The loads:
+All systems run at the same time. Each request goes to one system after the other, and only one system is busy at a
+time. So a change of the machine's speed affects all alike. The order is drawn for each request, so what a system does
+after its answer slows each of the others alike. Each round starts all systems anew, in another order: on some machines
+what starts later is faster. The loads:
 
 multi-turn: sessions ask in turn, with all that was said before. An engine has memory for two sessions.
 long: the same with histories of 8 000 tokens.
@@ -98,16 +100,21 @@ class Played:
 
 
 class Player:
-    """Sends the requests of a load to one system."""
+    """Sends the requests of a load to one system, whose server each round starts anew."""
 
-    def __init__(self, server: EngineServer) -> None:
+    server: EngineServer
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._histories: dict[int, list[int]] = {}
+        self.rounds: list[list[Played]] = []
+        self.brought: list[outside_loads.Brought] = []
+
+    def connect(self, server: EngineServer) -> None:
         import openai
 
         self.server = server
         self._client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=900.0)
-        self._histories: dict[int, list[int]] = {}
-        self.rounds: list[list[Played]] = []
-        self.brought: list[outside_loads.Brought] = []
 
     def begin(self) -> None:
         """Begin a round."""
@@ -190,7 +197,7 @@ def play(players: list[Player], load: Load, number: int, seed: int) -> None:
         for session in range(load.sessions):
             rng = random.Random(f"{seed} {number} {session} {turn}")
             question = rng.choices(VOCABULARY, k=load.turn_tokens if turn else load.first_tokens)
-            for player in rotated(players, number + turn * load.sessions + session):
+            for player in shuffled(players, f"{seed} {number} {session} {turn}"):
                 player.play(load, session, turn, question)
 
 
@@ -204,13 +211,12 @@ def replay(players: list[Player], load: Load, number: int, seed: int, folder: Pa
         vocabulary=VOCABULARY,
     )
     for place, each in enumerate(recorded):
-        for player in rotated(players, number + place):
+        for player in shuffled(players, f"{seed} {number} {place}"):
             player.send(load, each.session, each.turn, each.prompt)
 
 
-def rotated(players: list[Player], places: int) -> list[Player]:
-    first = places % len(players)
-    return players[first:] + players[:first]
+def shuffled(players: list[Player], seed: str) -> list[Player]:
+    return random.Random(f"order {seed}").sample(players, len(players))
 
 
 def table(figures: dict[str, dict[str, Any]]) -> str:
@@ -282,24 +288,23 @@ def engine_options(load: Load, block_tokens: int, pool_nbytes: int) -> EngineOpt
 
 
 def start(
-    names: Sequence[str],
+    players: dict[str, Player],
     options: EngineOptions,
     made: Mapping[str, environments.Environment],
     scratch: Path,
     stack: ExitStack,
-) -> list[Player]:
-    """Start the systems one after the other. One that does not start is named with the reason."""
-    players = []
-    for name in names:
+) -> dict[str, str]:
+    """Start the systems one after the other. Return why those that do not start cannot run."""
+    problems = {}
+    for name, player in players.items():
         began_s = time.monotonic()
         try:
-            players.append(Player(stack.enter_context(engine_server(name, options, scratch, made))))
+            player.connect(stack.enter_context(engine_server(name, options, scratch, made)))
             print(f"{name}: ready after {time.monotonic() - began_s:.0f} s", flush=True)
         except RuntimeError as error:
             print(f"{name}: cannot run: {error}", flush=True)
-    if not players:
-        sys.exit("no system can run")
-    return players
+            problems[name] = str(error)
+    return problems
 
 
 def main() -> None:
@@ -332,32 +337,49 @@ def main() -> None:
 
 def run(names: Sequence[str], load: Load, options: argparse.Namespace) -> None:
     """Start the systems, and play all rounds. The results are printed and written after each round."""
-    engines, outside = engine_options(load, options.block, options.pool * MIB), options.load in outside_loads.PROGRAMS
+    outside, engines = options.load in outside_loads.PROGRAMS, engine_options(load, options.block, options.pool * MIB)
     used = {KINDS[name].environment for name in names} | ({outside_loads.LMCACHE} if outside else set())
     made, once = environments.prepare(used), options.once.split(",")
-    with tempfile.TemporaryDirectory(prefix="rkb-", dir="/dev/shm") as name, ExitStack() as stack:
-        folder = Path(name)
-        players = start(names, engines, made, folder, stack)
-        for player in players:
-            player.begin()
-        warm = replace(load, sessions=1, turns=2, first_tokens=min(load.first_tokens, 600))
-        play(players, warm, 0, -options.seed)
-        for player in players:
-            player.rounds.clear()
-        for number in range(options.rounds):
-            some = [player for player in players if number == 0 or player.server.name not in once]
-            for player in some:
-                player.begin()
-            if outside:
-                for player in rotated(some, number):
-                    player.brought.append(
-                        outside_loads.send(options.load, player.server, engines, options.seed + number, made, folder)
-                    )
-            elif options.load == "agentic":
-                replay(some, load, number, options.seed, options.traces, options.trace_tokens)
-            else:
-                play(some, load, number, options.seed)
-            report(players, load, options, number + 1)
+    players = {name: Player() for name in names}
+    for number in range(options.rounds):
+        some = [name for name in players if number == 0 or name not in once]
+        first = number % max(1, len(some))
+        order = {name: players[name] for name in some[first:] + some[:first]}
+        with tempfile.TemporaryDirectory(prefix="rkb-", dir="/dev/shm") as name, ExitStack() as stack:
+            problems = start(order, engines, made, Path(name), stack)
+            if problems and (number or len(problems) == len(order)):
+                sys.exit("a system did not start again" if number else "no system can run")
+            for name in problems:
+                del players[name], order[name]
+            play_round(list(order.values()), load, number, engines, made, Path(name), options)
+        report(list(players.values()), load, options, number + 1)
+
+
+def play_round(
+    players: list[Player],
+    load: Load,
+    number: int,
+    engines: EngineOptions,
+    made: Mapping[str, environments.Environment],
+    folder: Path,
+    options: argparse.Namespace,
+) -> None:
+    """Warm the systems up, and play one round."""
+    for player in players:
+        player.begin()
+    warm = replace(load, sessions=1, turns=2, first_tokens=min(load.first_tokens, 600))
+    play(players, warm, number, -options.seed)
+    for player in players:
+        player.rounds.pop()
+        player.begin()
+    if options.load in outside_loads.PROGRAMS:
+        for player in shuffled(players, f"{options.seed} {number}"):
+            brought = outside_loads.send(options.load, player.server, engines, options.seed + number, made, folder)
+            player.brought.append(brought)
+    elif options.load == "agentic":
+        replay(players, load, number, options.seed, options.traces, options.trace_tokens)
+    else:
+        play(players, load, number, options.seed)
 
 
 def report(players: list[Player], load: Load, options: argparse.Namespace, rounds: int) -> None:
