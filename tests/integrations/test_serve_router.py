@@ -314,6 +314,30 @@ def test_a_conversation_leaves_a_replica_that_writes_answers_if_its_kv_loads_qui
         assert (choice.order[0].replica_id == home) is stays
 
 
+@pytest.mark.parametrize(("step_s", "stays"), [(0.0, True), (0.02, True), (0.2, False)])
+def test_a_conversation_leaves_a_replica_whose_steps_take_longer_than_a_load_elsewhere(step_s: float, stays: bool):
+    """A new request waits for the steps that are scheduled already. Two of 200 ms take longer than a load of 0.3 s."""
+    rates = {"na": 3e-8, "nb": 3e-8}
+    made = Deployment(2, seconds_per_byte=rates, seconds_per_step=step_s)
+    home = made.send(prompt("beginning", tokens=640)).order[0].replica_id
+    made.now_s = 10.0
+    choice = made.choose(prompt("beginning", "turn", tokens=640), stored(640, "na", "nb"))
+    assert (choice.order[0].replica_id == home) is stays
+    at_home = next(each for each in choice.order if each.replica_id == home)
+    assert at_home.ongoing_s == pytest.approx(64 * TOKEN_S + 2 * step_s)
+    assert at_home.compute_s == pytest.approx(640 * TOKEN_S + step_s)
+    assert [each.ongoing_s for each in choice.order if each is not at_home] == [0.0]
+
+
+def test_a_request_behind_another_one_waits_for_the_first_steps_of_its_answer_too():
+    made = Deployment(2, seconds_per_step=0.1)
+    home = made.send(prompt("beginning", tokens=640)).order[0].replica_id
+    costs = {each.replica_id: each for each in made.choose(prompt("other", tokens=640)).order}
+    assert costs[home].queue_s == pytest.approx(640 * TOKEN_S + 0.1)
+    assert costs[home].ongoing_s == pytest.approx(0.2), "and not for an answer yet"
+    assert costs["ab".replace(home, "")].ongoing_s == 0.0
+
+
 def test_requests_in_the_queue_do_not_count_as_answers_too():
     made, prefix = Deployment(2), prompt("prefix", tokens=2000)
     homes = {made.send(prefix, wait_left_s=0.0).order[0].replica_id for _ in range(100)}

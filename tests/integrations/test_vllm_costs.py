@@ -97,6 +97,16 @@ def test_loads_that_fail_make_a_path_slow_however_quickly_they_fail():
     assert not costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=0, now_s=20.0)
 
 
+def test_steps_that_only_continue_answers_are_measured_apart():
+    """With asynchronous scheduling the next step is scheduled at once, so the first after a prefill lasts as long."""
+    costs, now_s = Costs(), 0.0
+    for step_s in (0.02, 0.04):
+        for tokens, took_s in ((500, 0.0), (1, 0.5), *[(2, step_s)] * 60, (0, 60.0)):
+            costs.add_step(tokens, now_s)
+            now_s += took_s
+        assert costs.seconds_per_step == pytest.approx(step_s, rel=0.01)
+
+
 def test_short_steps_and_pauses_are_no_measure_of_the_engine():
     costs = Costs()
     for tokens, now_s in ((LEAST_TOKENS - 1, 0.0), (500, 5.0), (0, 5.5), (500, 6.0), (0, 100.0)):

@@ -1,7 +1,7 @@
 """The cost of a request on a replica: the expected time to its first token. No I/O."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -9,6 +9,9 @@ from raykv.config import Model, Name
 from raykv.integrations.routing.locations import Run, Stored
 from raykv.integrations.routing.prompts import Prompt
 from raykv.integrations.routing.replicas import Replica
+
+SCHEDULED_STEPS: Final = 2
+"""A new request waits for the step that runs, and for the next one, which vLLM schedules before the first has ended."""
 
 
 class RouterOptions(Model):
@@ -26,7 +29,8 @@ class RouterOptions(Model):
         work_weight: Further weight of each second of load and computation. It stands for the delay of later requests.
             It is up to a quarter more on replicas that got more work of late, and up to a fifth less on others. Without
             it, two idle replicas would compute one prefix twice.
-        ongoing_tokens: An answer in progress delays a new request as much as this many tokens of prefill.
+        ongoing_tokens: An answer in progress delays a new request as much as this many tokens of prefill, besides the
+            steps that are scheduled already.
     """
 
     role: Literal["prefill", "decode", "both"] = "both"
@@ -39,6 +43,16 @@ class RouterOptions(Model):
     ongoing_tokens: Annotated[int, Field(ge=0, le=65_536)] = 64
 
 
+class Rates(NamedTuple):
+    """What an engine is expected to take for a token of a prefill, and for a step with few tokens.
+
+    A request takes one step at least.
+    """
+
+    token_s: float
+    step_s: float = 0.0
+
+
 class Estimate(NamedTuple):
     """The expected cost of a request on one replica.
 
@@ -47,7 +61,7 @@ class Estimate(NamedTuple):
         stored_tokens: Leading tokens that it has or loads from what is stored now.
         load_nbytes, load_s: What it loads after them.
         compute_tokens, compute_s: What it computes.
-        queue_s: Wait for earlier requests. ongoing_s: delay by answers in progress.
+        queue_s: Wait for earlier requests. ongoing_s: delay by their answers.
         extra_s: `work_weight` times the time of load and computation.
         share: Factor of `extra_s`: the replica's recent work as a part of the mean, within limits.
     """
@@ -91,15 +105,16 @@ def estimate(
     stored: Stored,
     *,
     options: RouterOptions,
-    token_s: float,
+    rates: Rates,
     now_s: float,
 ) -> Estimate:
     """Estimate the cost of a prompt on a replica.
 
     Args:
         stored: The chunks of the prompt in raykv.
-        token_s: Expected time of a token that the replica computes.
+        rates: Those of the replica's engine.
     """
+    token_s, step_s = rates
     segments = replica.cached(prompt.keys)
     cached = prompt.ends[segments - 1] if segments else 0
     if replica.engine is not None:  # an engine's cache works in whole blocks
@@ -110,7 +125,8 @@ def estimate(
     if options.role == "decode" and replica.engine is not None and compute > 1:
         nbytes = compute * replica.engine.chunk_nbytes // replica.engine.chunk_tokens
         load_nbytes, load_s, compute = load_nbytes + nbytes, load_s + nbytes * replica.assumed["far"], 1
-    compute_s = compute * token_s
+    compute_s = step_s + compute * token_s
+    answers_s = replica.answering(now_s) * options.ongoing_tokens * token_s
     return Estimate(
         replica_id,
         min(cached, prompt.tokens),
@@ -120,7 +136,7 @@ def estimate(
         compute,
         compute_s,
         replica.queue_s(now_s),
-        replica.answering(now_s) * options.ongoing_tokens * token_s,
+        answers_s + (SCHEDULED_STEPS * step_s if replica.ongoing else 0.0),
         options.work_weight * (load_s + compute_s),
     )
 

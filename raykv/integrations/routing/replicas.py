@@ -178,6 +178,11 @@ class Replica:
         """The measured time of a token; 0 before the first measurement."""
         return 0.0 if self.engine is None else self.engine.seconds_per_token
 
+    @property
+    def seconds_per_step(self) -> float:
+        """The measured time of a step that only continues answers; 0 before the first measurement."""
+        return 0.0 if self.engine is None else self.engine.seconds_per_step
+
     def is_near(self, holder: NodeId) -> bool:
         return self.engine is not None and holder in self.engine.near
 

@@ -42,6 +42,7 @@ class EngineReport(Model):
             cache, so what was used last `cache_tokens` before the present value is gone.
         queued_tokens: Tokens that the engine still has to compute for its requests.
         seconds_per_token: Measured time of a step for each of its tokens. 0: not measured yet.
+        seconds_per_step: Measured time of a step that only continues answers. 0: not measured yet.
         seconds_per_byte: Measured times of loads, by path (see `path_name`).
     """
 
@@ -54,6 +55,7 @@ class EngineReport(Model):
     filled_tokens: Tokens = 0
     queued_tokens: Tokens = 0
     seconds_per_token: Amount = 0.0
+    seconds_per_step: Amount = 0.0
     seconds_per_byte: Annotated[dict[str, Amount], Field(max_length=MAX_PATHS)] = Field(default_factory=dict)
 
     @property

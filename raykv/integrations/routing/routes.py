@@ -6,14 +6,14 @@ the router until raykv has the prefix, and load it elsewhere.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from random import Random
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from raykv.integrations.routing.choice import Estimate, RouterOptions, after, estimate, with_prefix
+from raykv.integrations.routing.choice import Estimate, Rates, RouterOptions, after, estimate, with_prefix
 from raykv.integrations.routing.locations import Stored
 from raykv.integrations.routing.prompts import Prompt
 from raykv.integrations.routing.replicas import (
@@ -87,8 +87,8 @@ class Routes:
         self.replicas: dict[str, Replica] = {}
         self._open: OrderedDict[str, Open] = OrderedDict()
         self._reserved: OrderedDict[bytes, Reservation] = OrderedDict()
-        self._token_s: dict[str, float] = {}
-        self._default_token_s = DEFAULT_SECONDS_PER_TOKEN
+        self._rates: dict[str, Rates] = {}
+        self._default_rates = Rates(DEFAULT_SECONDS_PER_TOKEN)
 
     # -- replicas ---------------------------------------------------------------------------------------------------
 
@@ -100,15 +100,24 @@ class Routes:
             replica = self.replicas.setdefault(replica_id, Replica())
             if report is not None and report != replica.report:
                 replica.update(report, now_s)
-        measured = {name: each.seconds_per_token for name, each in self.replicas.items() if each.seconds_per_token}
-        self._token_s = {name: _mean_of_equals(own_s, measured.values()) for name, own_s in measured.items()}
-        self._default_token_s = fmean(measured.values()) if measured else DEFAULT_SECONDS_PER_TOKEN
+        self._measure()
         byte_s: dict[str, list[float]] = {}
         for kind, each_s in chain.from_iterable(replica.measured_by_kind() for replica in self.replicas.values()):
             byte_s.setdefault(kind, []).append(each_s)
         assumed = {kind: fmean(byte_s.get(kind, [default_s])) for kind, default_s in SECONDS_PER_BYTE.items()}
         for replica in self.replicas.values():
             replica.assumed = assumed
+
+    def _measure(self) -> None:
+        """Use the measured rates of all replicas. One without a measurement is expected to be like the others."""
+        tokens_s = _smoothed({name: each.seconds_per_token for name, each in self.replicas.items()})
+        steps_s = _smoothed({name: each.seconds_per_step for name, each in self.replicas.items()})
+        token_s = fmean(tokens_s.values()) if tokens_s else DEFAULT_SECONDS_PER_TOKEN
+        step_s = fmean(steps_s.values()) if steps_s else 0.0
+        self._default_rates = Rates(token_s, step_s)
+        self._rates = {
+            name: Rates(tokens_s.get(name, token_s), steps_s.get(name, step_s)) for name in {**tokens_s, **steps_s}
+        }
 
     def drop(self, replica_id: str) -> None:
         """Forget a replica that has died."""
@@ -250,8 +259,8 @@ class Routes:
         mean_s = fmean(recent_s.values())
         found = []
         for name, replica in replicas.items():
-            token_s = self._token_s.get(name, self._default_token_s)
-            one = estimate(name, replica, prompt, stored, options=self._options, token_s=token_s, now_s=now_s)
+            rates = self._rates.get(name, self._default_rates)
+            one = estimate(name, replica, prompt, stored, options=self._options, rates=rates, now_s=now_s)
             found.append(one._replace(share=min(max(recent_s[name] / mean_s, MIN_SHARE), MAX_SHARE)))
         return sorted(found, key=lambda each: (each.cost_s, self._rng.random()))
 
@@ -307,6 +316,11 @@ class Routes:
                 del self._reserved[key]
 
 
+def _smoothed(measured_s: Mapping[str, float]) -> dict[str, float]:
+    """Return for each replica that has a time the mean of those that differ from it by less than EQUAL_ENGINES."""
+    found = {name: own_s for name, own_s in measured_s.items() if own_s}
+    return {name: _mean_of_equals(own_s, found.values()) for name, own_s in found.items()}
+
+
 def _mean_of_equals(own_s: float, measured_s: Iterable[float]) -> float:
-    """Return the mean of the times that differ from `own_s` by less than EQUAL_ENGINES."""
     return fmean(each_s for each_s in measured_s if own_s / EQUAL_ENGINES < each_s < own_s * EQUAL_ENGINES)

@@ -20,6 +20,8 @@ HALVED_TOKENS: Final = 4096
 WINDOW_S: Final = 4.0
 LEAST_TOKENS: Final = 32
 """Steps with fewer tokens do not count, because their time hardly depends on the number of tokens."""
+NEW_STEP: Final = 0.125
+"""How much a new measurement counts in the time of a step that only continues answers."""
 LONGEST_STEP_S: Final = 30.0
 """A longer time between two steps is not counted, because the engine was idle or stopped."""
 PROBE_S: Final = 30.0
@@ -63,26 +65,34 @@ class Costs:
 
     Attributes:
         seconds_per_token: Time of the last steps, divided by their number of tokens. 0 before the first measurement.
+        seconds_per_step: Time of the last steps that only continued answers. 0 before the first measurement.
     """
 
     def __init__(self) -> None:
-        self.seconds_per_token = 0.0
+        self.seconds_per_token = self.seconds_per_step = 0.0
         self._tokens, self._tokens_s = 0.0, 0.0
         self._paths: dict[NodeId, Path] = {}
         self._loads: dict[str, tuple[NodeId, int, float]] = {}
-        self._step: tuple[int, float] | None = None
+        self._step: tuple[int, float, bool] | None = None  # tokens, when it began, whether it follows one of few tokens
 
     def add_step(self, tokens: int, now_s: float) -> None:
         """Record that a step with this number of tokens begins now, and that the previous step has ended."""
+        follows_few = False
         if self._step is not None:
-            before, began_s = self._step
-            if before >= LEAST_TOKENS and now_s - began_s < LONGEST_STEP_S:
+            before, began_s, was_after_few = self._step
+            took_s, follows_few = now_s - began_s, before < LEAST_TOKENS
+            if took_s >= LONGEST_STEP_S:
+                pass
+            elif before >= LEAST_TOKENS:
                 # Weighted by tokens: else many small steps, which take longer for each token, would hide large ones.
                 older = 0.5 ** (before / HALVED_TOKENS)
                 self._tokens = older * self._tokens + before
-                self._tokens_s = older * self._tokens_s + now_s - began_s
+                self._tokens_s = older * self._tokens_s + took_s
                 self.seconds_per_token = self._tokens_s / self._tokens
-        self._step = (tokens, now_s) if tokens else None
+            elif was_after_few:  # else it may have been scheduled while a prefill still ran
+                new = NEW_STEP if self.seconds_per_step else 1.0
+                self.seconds_per_step += new * (took_s - self.seconds_per_step)
+        self._step = (tokens, now_s, follows_few) if tokens else None
 
     def is_load_sooner(self, holder: NodeId, nbytes: int, tokens: int, *, queued_tokens: int, now_s: float) -> bool:
         """Return whether a load is expected to end sooner than the computation of the same tokens.

@@ -70,6 +70,7 @@ class Reporter:
             filled_tokens=self._filled,
             queued_tokens=side.requests.tokens_before(None),
             seconds_per_token=side.costs.seconds_per_token,
+            seconds_per_step=side.costs.seconds_per_step,
             seconds_per_byte=dict(list(side.costs.seconds_per_byte().items())[-MAX_PATHS:]),
         )
         stats.report = report.model_dump_json()
