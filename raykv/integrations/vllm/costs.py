@@ -19,7 +19,7 @@ HALVED_TOKENS: Final = 4096
 """After this many tokens, earlier steps count half in the time of a token."""
 WINDOW_S: Final = 4.0
 LEAST_TOKENS: Final = 32
-"""Steps with fewer tokens do not count, because their time hardly depends on the number of tokens."""
+"""Steps with fewer tokens do not count in the time of a token, because their time hardly depends on the number."""
 NEW_STEP: Final = 0.125
 """How much a new measurement counts in the time of a step that only continues answers."""
 LONGEST_STEP_S: Final = 30.0
