@@ -17,7 +17,7 @@ from raykv.client.slot_pool import TRUST_S
 from raykv.errors import PeerUnavailable, ProtocolError, RayKVError, TransientError
 from raykv.memory.reader import ShmReader
 from raykv.protocol import messages
-from raykv.transport.base import MAX_POSTED, remaining
+from raykv.transport.base import MAX_POSTED
 from raykv.transport.forking import drop_after_fork
 from raykv.transport.link import Link
 
@@ -131,14 +131,13 @@ class Pipeline:
         """
         if self._link is not None:
             return
-        left_s = remaining(deadline_s)
         if self._opening is None:
             now_s = time.monotonic()
             if now_s < self._retry_at_s:
                 raise PeerUnavailable("the local node is away")
             self._opening = self._open(max(deadline_s, now_s + CONNECT_S))
         opening = self._opening
-        wait([opening], left_s)
+        wait([opening], max(0.0, deadline_s - time.monotonic()))
         if not opening.done():
             raise PeerUnavailable(NO_ANSWER)
         self._opening = None
