@@ -469,6 +469,19 @@ def test_no_request_waits_for_a_gain_that_is_smaller_than_the_errors_of_estimate
     assert (follower.reason, follower.order[0].replica_id) == (reason, first.replica_id)
 
 
+def test_no_request_waits_long_beside_an_idle_replica_for_a_short_prefix():
+    """The first request computes 500 + 300 tokens, so its prefix is stored after 0.8 s.
+
+    A second one would be answered after 1.1 s if it waited for that, and after 0.8 s if the idle replica computed all.
+    """
+    deployment = Deployment(cache_tokens=0)
+    first, second = (Prompt(prefix_keys(b"", ["system", name]), [500, 800]) for name in ("one", "two"))
+    busy = deployment.send(first).order[0].replica_id
+    choice = deployment.choose(second)
+    assert not choice.wait_s
+    assert choice.order[0].replica_id != busy
+
+
 def test_engines_without_a_cache_of_their_own_wait_for_the_commit():
     deployment = Deployment(cache_tokens=0)
     deployment.send(prompt("prefix", tokens=1000))

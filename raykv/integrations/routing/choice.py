@@ -12,6 +12,9 @@ from raykv.integrations.routing.replicas import Replica
 
 SCHEDULED_STEPS: Final = 2
 """A new request waits for the step that runs, and for the next one, which vLLM schedules before the first has ended."""
+WAIT_WEIGHT: Final = 0.25
+"""A wait in the router leaves replicas idle, so the work that it saves counts this part of what it counts elsewhere. It
+still must count: without it, requests for one new prefix would fill all idle replicas with the same computation."""
 
 
 class RouterOptions(Model):
@@ -87,9 +90,9 @@ class Estimate(NamedTuple):
         return self.ttft_s + self.share * self.extra_s
 
     @property
-    def plain_cost_s(self) -> float:
-        """The cost without `share`."""
-        return self.ttft_s + self.extra_s
+    def wait_cost_s(self) -> float:
+        """The cost that tells whether a wait in the router gains: without `share`, and with less for the work."""
+        return self.ttft_s + WAIT_WEIGHT * self.extra_s
 
     @property
     def reason(self) -> str:

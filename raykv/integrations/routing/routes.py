@@ -147,7 +147,7 @@ class Routes:
             reservation = reserved[1]
             wait_s = max(reservation.ready_s - now_s, POLL_S)
             later = self._best_later(prompt, known, order, reserved, wait_s, now_s)
-            gains = later is not None and MIN_GAIN * later.plain_cost_s < best.plain_cost_s
+            gains = later is not None and MIN_GAIN * later.wait_cost_s < best.wait_cost_s
             if gains and wait_s <= wait_left_s:
                 return Choice(order, "waits", wait_s)
             if best.replica_id == reservation.replica_id and best.cached_tokens:
