@@ -63,8 +63,9 @@ class Estimate(NamedTuple):
         cached_tokens: Leading tokens that the engine has or is computing, in whole blocks.
         stored_tokens: Leading tokens that it has or loads from what is stored now.
         load_nbytes, load_s: What it loads after them.
-        compute_tokens, compute_s: What it computes.
+        compute_tokens, compute_s: What it computes, without its step.
         queue_s: Wait for earlier requests. ongoing_s: delay by their answers.
+        step_s: The step that computes. Requests behind it do not wait for another one, because they share steps.
         extra_s: `work_weight` times the time of load and computation.
         share: Factor of `extra_s`: the replica's recent work as a part of the mean, within limits.
     """
@@ -78,12 +79,13 @@ class Estimate(NamedTuple):
     compute_s: float
     queue_s: float
     ongoing_s: float
+    step_s: float
     extra_s: float
     share: float = 1.0
 
     @property
     def ttft_s(self) -> float:
-        return self.queue_s + self.ongoing_s + self.load_s + self.compute_s
+        return self.queue_s + self.ongoing_s + self.load_s + self.compute_s + self.step_s
 
     @property
     def cost_s(self) -> float:
@@ -128,7 +130,7 @@ def estimate(
     if options.role == "decode" and replica.engine is not None and compute > 1:
         nbytes = compute * replica.engine.chunk_nbytes // replica.engine.chunk_tokens
         load_nbytes, load_s, compute = load_nbytes + nbytes, load_s + nbytes * replica.assumed["far"], 1
-    compute_s = step_s + compute * token_s
+    compute_s = compute * token_s
     answers_s = replica.answering(now_s) * options.ongoing_tokens * token_s
     return Estimate(
         replica_id,
@@ -140,6 +142,7 @@ def estimate(
         compute_s,
         replica.queue_s(now_s),
         answers_s + (SCHEDULED_STEPS * step_s if replica.ongoing else 0.0),
+        step_s,
         options.work_weight * (load_s + compute_s),
     )
 

@@ -182,7 +182,7 @@ class Routes:
             return
         fills = max(prompt.tokens - chosen.cached_tokens, 0)
         work_s = chosen.load_s + chosen.compute_s
-        ready_s = now_s + chosen.queue_s + work_s
+        ready_s = now_s + chosen.queue_s + work_s + chosen.step_s
         replica.begin(request_id, prompt.keys, fills=fills, work_s=work_s, now_s=now_s)
         self._open[request_id] = Open(prompt, chosen, others[:MAX_OTHERS])
         reservation = Reservation(chosen.replica_id, request_id, ready_s, ready_s + GRACE * (ready_s - now_s) + GRACE_S)
