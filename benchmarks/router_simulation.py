@@ -21,13 +21,14 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 from benchmarks.serving_load import BLOCK_TOKENS, Load
 from raykv import Namespace
-from raykv.integrations.routing.choice import RouterOptions
+from raykv.integrations.routing.choice import Rates, RouterOptions
 from raykv.integrations.routing.locations import Run, Stored
 from raykv.integrations.routing.prompts import Prompt
 from raykv.integrations.routing.report import EngineReport, ReplicaReport
 from raykv.integrations.routing.routes import Routes
 
 TOKEN_NBYTES: Final = 23_040
+"""KV of a token of SmolLM2-135M in bfloat16. An engine's own cache of 128 MiB has room for CACHE_TOKENS."""
 CACHE_TOKENS: Final = 5_800
 MESSAGE_TOKENS: Final = 8
 """The chat template adds so many to a message."""
@@ -35,16 +36,13 @@ ON_THE_WAY_S: Final = 0.05
 """From the router to the engine, and from the engine to the client."""
 LOAD_S: Final = 0.02
 BYTE_S: Final = 1 / 2e9
+"""A load takes LOAD_S, and BYTE_S for each byte."""
 REPORT_S: Final = 2.0
+"""Engines report as often to the router."""
 RECHECK_S: Final = 0.1
 NODE: Final = "node"
 NAMESPACE: Final = Namespace(model="m", chunk_tokens=BLOCK_TOKENS)
 Segment = tuple[Hashable, int]
-
-
-class Rates(NamedTuple):
-    token_s: float
-    step_s: float
 
 
 @dataclass

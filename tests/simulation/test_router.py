@@ -4,8 +4,9 @@ from statistics import fmean, median
 
 import pytest
 
-from benchmarks.router_simulation import Played, Rates, RouterName, play
+from benchmarks.router_simulation import Played, RouterName, play
 from benchmarks.serving_load import Load
+from raykv.integrations.routing.choice import Rates
 
 SEEDS = range(16)
 RATES = [Rates(0.0023, 0.15), Rates(0.008, 0.3), Rates(0.00002, 0.01)]
