@@ -48,8 +48,12 @@ class LocalConnection:
         self._check_at_s = 0.0
         self.attached = messages.Attached("", "", "", "")
         self.pipeline = Pipeline(self.open_link, retry_s=retry_s)
-        with self.pipeline.lock:
-            self.pipeline.connect_locked(deadline_s)
+        try:
+            with self.pipeline.lock:
+                self.pipeline.connect_locked(deadline_s)
+        except BaseException:  # the caller gets no object that it could close, and the attempt may still succeed
+            self.pipeline.close()
+            raise
         drop_after_fork(self)
 
     def after_fork(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import raykv
+from raykv.client.local_connection import LocalConnection
 from raykv.client.pipeline import NO_ANSWER
 from raykv.client.slot_pool import (
     MAX_POOL_NBYTES,
@@ -394,6 +395,23 @@ def test_a_client_that_closes_while_it_connects_leaves_no_connection(node, monke
 
         monkeypatch.setattr(pipeline, "_open_link", connect_slowly)
         assert put(client, ["early"], timeout_s=0.0).skipped == 1
+    may_end.set()
+    wait_until(lambda: links and links[0].closed)
+
+
+def test_a_client_that_gives_up_while_it_connects_leaves_no_connection(node, monkeypatch):
+    links, may_end = [], threading.Event()
+    connect = LocalConnection.open_link
+
+    def connect_slowly(self, deadline_s: float):
+        may_end.wait(20.0)
+        link, reader = connect(self, deadline_s + 20.0)
+        links.append(link)
+        return link, reader
+
+    monkeypatch.setattr(LocalConnection, "open_link", connect_slowly)
+    with pytest.raises(PeerUnavailable, match=NO_ANSWER):
+        node.client(timeout_s=0.05)
     may_end.set()
     wait_until(lambda: links and links[0].closed)
 

@@ -23,6 +23,7 @@ from raykv.integrations.gpu_layout import GpuLayout  # noqa: E402
 from raykv.integrations.kv_layout import DeviceLayout, Layout, part_of  # noqa: E402
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
 from raykv.integrations.vllm.connection import Connection  # noqa: E402
+from raykv.integrations.vllm.connector import connect_writer  # noqa: E402
 from raykv.integrations.vllm.groups import Group  # noqa: E402
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Save, Scope, StepOrders  # noqa: E402
 from raykv.integrations.vllm.rank_store import RankCache  # noqa: E402
@@ -638,6 +639,27 @@ def test_a_connection_tries_on_until_the_node_is_there(
     wait_until(lambda: bench.connection.client(NAMESPACE, Scope()))
     assert bench.save() == ""
     assert tries == 4
+
+
+def test_a_client_whose_first_slots_cannot_be_requested_is_closed(
+    cluster: raykv.EmbeddedCluster, benches: list[Bench], monkeypatch: pytest.MonkeyPatch
+):
+    """The connector connects again, so nobody has the first client."""
+    bench = Bench(lambda: cluster.client(NAMESPACE))
+    benches.append(bench)
+    asked: list[raykv.Client] = []
+
+    def prepare(client: raykv.Client, nbytes: int, count: int) -> None:
+        asked.append(client)
+        raise PeerUnavailable("too late")
+
+    monkeypatch.setattr(raykv.Client, "prepare", prepare)
+    with pytest.raises(PeerUnavailable, match="too late"):
+        connect_writer(ConnectorConfig(address=cluster.address(0)), bench.worker._cache.ranks)
+    assert len(asked) == 1
+    local = asked[0].router.local
+    assert local is not None
+    assert not local.pipeline.connected
 
 
 def test_a_wrong_configuration_is_not_tried_again():

@@ -248,7 +248,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
             self._config,
             self._stats,
             cache=cache,
-            connection=Connection(partial(_connect_writer, self._config, cache.ranks)),
+            connection=Connection(partial(connect_writer, self._config, cache.ranks)),
             publishes=publishes_events(self._vllm_config),
         )
         self._close = self.worker_side.close
@@ -359,12 +359,22 @@ def _connect(config: ConnectorConfig, namespace: Namespace) -> raykv.Client:
     return raykv.connect(namespace, address=config.address, timeout_s=CONNECT_TIMEOUT_S)
 
 
-def _connect_writer(config: ConnectorConfig, ranks: Sequence[RankCache]) -> raykv.Client:
+def connect_writer(config: ConnectorConfig, ranks: Sequence[RankCache]) -> raykv.Client:
+    """Open the client for loads and saves, and request its first slots.
+
+    The slots are requested now, because a request takes longer than a step may wait.
+
+    Raises:
+        RayKVError: The node is away or refuses. The client is closed.
+    """
     client = _connect(config, ranks[0].namespace)
-    for rank in ranks:
-        for chunk_nbytes in {layout.chunk_nbytes for layout in rank.layouts.values()}:
-            # The slot is requested now, because the request takes longer than a step may wait.
-            client.using(rank.namespace).prepare(chunk_nbytes, 1)
+    try:
+        for rank in ranks:
+            for chunk_nbytes in {layout.chunk_nbytes for layout in rank.layouts.values()}:
+                client.using(rank.namespace).prepare(chunk_nbytes, 1)
+    except BaseException:
+        client.close()
+        raise
     return client
 
 
