@@ -57,7 +57,10 @@ class AdminCalls:
 
     def key(self, name: bytes | str) -> bytes:
         """Derive the 16-byte key of one object from its name."""
-        return chunk_keys.to_bytes(self.keys([name]))
+        try:
+            return chunk_keys.named_one(self._digest, name)
+        except (UnicodeEncodeError, TypeError, BufferError):
+            return chunk_keys.to_bytes(self.keys([name]))  # raises a UsageError
 
     def chain(self, tokens: Tokens) -> KeyArray:
         """Derive keys, shape [n, 2], for the full chunks of a prompt. A chunk has `namespace.chunk_tokens` tokens."""

@@ -8,7 +8,6 @@ there.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -47,9 +46,13 @@ def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
 
     `digest` is the digest of the namespace.
     """
-    raw = (name.encode() if isinstance(name, str) else name for name in names)
-    make = partial(hashlib.blake2b, digest_size=KEY_NBYTES, key=digest, person=b"raykv-name")
-    return from_bytes(b"".join([make(name).digest() for name in raw]))
+    return from_bytes(b"".join([named_one(digest, name) for name in names]))
+
+
+def named_one(digest: bytes, name: bytes | str) -> bytes:
+    """Return the key (16 bytes) of one object that has a name."""
+    raw = name.encode() if isinstance(name, str) else name
+    return hashlib.blake2b(raw, digest_size=KEY_NBYTES, key=digest, person=b"raykv-name").digest()
 
 
 def chain(

@@ -17,7 +17,7 @@ from raykv.errors import ConfigError
 from raykv.integrations.routing import reader as reader_module
 from raykv.integrations.routing import replicas, routes
 from raykv.integrations.routing.choice import Estimate, RouterOptions
-from raykv.integrations.routing.locations import MAX_PROBES, ChunkFinder, Run, Stored, probes, runs_of
+from raykv.integrations.routing.locations import MAX_PROBES, ChunkFinder, Run, Stored, leading, probes, runs_of
 from raykv.integrations.routing.prompts import Naming, PrefixEnd, Prefixes, Prompt
 from raykv.integrations.routing.reader import Reader
 from raykv.integrations.routing.replicas import Replica
@@ -797,6 +797,20 @@ def test_long_prompts_are_probed_at_equal_distances():
     assert runs_of([0, 1], [("x",), ("x",)], [True, False]) == (Run(1, ("x",), True), Run(2, ("x",)))
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64, 1000, 10_000])
+def test_the_end_of_a_stored_prefix_is_found_by_few_questions(count: int):
+    for stored in {0, 1, 2, count // 8, count // 8 + 1, count // 2, count - 1, count} & set(range(count + 1)):
+        asked: list[int] = []
+
+        def has(place: int, asked: list[int] = asked, stored: int = stored) -> bool:
+            asked.append(place)
+            return place < stored
+
+        assert leading(count, has) == stored
+        assert all(0 <= place < count for place in asked)
+        assert len(asked) == len(set(asked)) <= 8 + (count // 8).bit_length()
+
+
 def test_the_owners_name_the_holders():
     names = [b"%d" % n for n in range(6)]
     with raykv.embedded(2, separate_hosts=True, arena_nbytes="4 MiB", extent_nbytes="1 MiB") as cluster:
@@ -808,16 +822,19 @@ def test_the_owners_name_the_holders():
 
         async def run() -> None:
             finder = ChunkFinder(5.0)
-            found = await finder.find(here, names, all_near=False)
+            found = await finder.ask(here, names)
             assert found is not None
             assert [(run.stop, set(run.holders)) for run in found] == [(2, {mine, theirs}), (4, {theirs})]
-            assert await finder.find(here, names[:2], all_near=True) == (Run(2, (mine,)),), "no call is needed"
-            assert await finder.find(here, [b"unknown"], all_near=False) == ()
+            assert await finder.ask(here, [b"unknown"]) == ()
+            assert finder.here(here, names, all_near=False) is None
+            assert finder.here(here, names[:2], all_near=False) is None
+            assert finder.here(here, names[:2], all_near=True) == (Run(2, (mine,)),), "all are here"
+            assert finder.here(there, names[:5], all_near=True) == (Run(4, (theirs,)),), "most are here"
+            assert finder.here(there, names, all_near=True) is None
+            assert finder.here(here, [], all_near=False) == ()
             finder.close()
             hurried = ChunkFinder(1e-9)
-            assert await hurried.find(here, names, all_near=False) is None
-            assert await hurried.find(there, names[:5], all_near=True) == (Run(4, (theirs,)),), "most are here: no call"
-            assert await hurried.find(there, names, all_near=True) is None
+            assert await hurried.ask(here, names) is None
             hurried.close()
 
         asyncio.run(run())
@@ -831,15 +848,9 @@ def test_nobody_is_asked_when_the_pool_is_the_memory_of_this_host():
         cluster.settle()
         client.locate(names)  # now the client knows the view
 
-        async def find(count: int) -> tuple[Run, ...] | None:
-            hurried = ChunkFinder(1e-9)  # a call would be late
-            try:
-                return await hurried.find(client, names[:count], all_near=False)
-            finally:
-                hurried.close()
-
+        finder = ChunkFinder(5.0)
         assert client.router.is_alone
-        assert asyncio.run(find(6)) == (Run(4, (client.router.local_id,)),)
+        assert finder.here(client, names, all_near=False) == (Run(4, (client.router.local_id,)),)
         cluster.add()
         cluster.settle()
 
@@ -848,7 +859,8 @@ def test_nobody_is_asked_when_the_pool_is_the_memory_of_this_host():
             return not client.router.is_alone
 
         wait_until(is_not_alone)
-        assert asyncio.run(find(6)) is None, "the other node is asked"
+        assert finder.here(client, names, all_near=False) is None, "the other node must be asked"
+        finder.close()
 
 
 @pytest.mark.parametrize("with_tier", [False, True])

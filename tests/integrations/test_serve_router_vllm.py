@@ -286,10 +286,10 @@ def read_as(serve: Serve, prompt: Prompt, stored: Stored | None) -> None:
     async def read(request: Any) -> Found:
         return Found(prompt, None)
 
-    async def find(found: Found) -> Stored | None:
+    async def ask(found: Found) -> Stored | None:
         return stored
 
-    serve.router._lookup.read, serve.router._lookup.find = read, find  # type: ignore[method-assign]
+    serve.router._lookup.read, serve.router._lookup.ask = read, ask  # type: ignore[method-assign]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -397,10 +397,10 @@ def test_a_waiting_request_finds_its_prefix_although_its_chunks_had_no_names_at_
         async def read(_: Any) -> Found:
             return Found(Prompt([b"key"], [1000], [b"name"] * chunks if named else []), None)
 
-        async def find(found: Found) -> Stored:
+        async def ask(found: Found) -> Stored:
             return there if found.prompt.names else Stored()
 
-        serve.router._lookup.read, serve.router._lookup.find = read, find  # type: ignore[method-assign]
+        serve.router._lookup.read, serve.router._lookup.ask = read, ask  # type: ignore[method-assign]
         await serve.choose("first")
         follower = asyncio.ensure_future(serve.choose("follower"))
         await asyncio.sleep(0.1)

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 MAX_PROBES: Final = 64
 """A lookup asks for at most this many chunks of a prompt, at equal distances. Stored chunks form a prefix, so each
 answer holds for the chunks since the one before."""
+HERE_PROBES: Final = 8
+"""This host's memory is asked for this many chunks at equal distances, and by bisection between the last that is there
+and the first that is not."""
 HERE_SHARE: Final = 0.75
 """Engines that are all on this host load the rest of a prompt at equal cost. If this host's memory has the leading
 HERE_SHARE of its chunks, the rest hardly changes the choice, so nobody is asked about it."""
@@ -54,9 +58,9 @@ class Stored:
         return self.runs[-1].stop if self.runs else 0
 
 
-def probes(count: int) -> list[int]:
-    """Return the positions of the chunks to ask for, at most MAX_PROBES. The last chunk is among them."""
-    asked = min(count, MAX_PROBES)
+def probes(count: int, most: int = MAX_PROBES) -> list[int]:
+    """Return the positions of the chunks to ask for, at most `most`. The last chunk is among them."""
+    asked = min(count, most)
     return [-(-(number + 1) * count // asked) - 1 for number in range(asked)]
 
 
@@ -72,6 +76,16 @@ def runs_of(places: Sequence[int], holders: Sequence[tuple[NodeId, ...]], below:
     return tuple(runs)
 
 
+def leading(count: int, has: Callable[[int], bool]) -> int:
+    """Return how many leading chunks of `count` are there, by few questions: stored chunks form a prefix."""
+    known = 0
+    for place in probes(count, HERE_PROBES):
+        if not has(place):
+            return bisect_left(range(known, place), True, key=lambda each: not has(each)) + known
+        known = place + 1
+    return known
+
+
 class ChunkFinder:
     """Looks chunks up without blocking the event loop."""
 
@@ -83,26 +97,26 @@ class ChunkFinder:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def find(self, client: "Client", names: Sequence[bytes], *, all_near: bool) -> tuple[Run, ...] | None:
-        """Return the stored prefix of these chunks. None: raykv has not answered in time, or is busy.
+    def here(self, client: "Client", names: Sequence[bytes], *, all_near: bool) -> tuple[Run, ...] | None:
+        """Return the stored prefix of these chunks, without a call. None: this host's memory does not tell.
 
-        There is no call if the pool is this host's memory alone.
+        It does if the pool is this memory alone.
 
         Args:
-            all_near: Whether all engines are on this host. Then there is no call if most chunks are in its memory.
+            all_near: Whether all engines are on this host. Then it also does if most chunks are in its memory.
         """
-        if not names:
-            return ()
-        places = probes(len(names))
-        keys = client.keys([names[place] for place in places])
-        mine = () if client.router.local_id is None else (client.router.local_id,)
-        local = [mine if each else () for each in client.exists(keys, timeout_s=0.0).tolist()]
-        runs = runs_of(places, local, [False] * len(places))
-        if client.router.is_alone or (all_near and runs and runs[-1].stop >= HERE_SHARE * len(names)):
-            return runs
+        stop = self._leading(client, names)
+        if names and not client.router.is_alone and not (all_near and stop >= HERE_SHARE * len(names)):
+            return None
+        return (Run(stop, self._mine(client)),) if stop else ()
+
+    async def ask(self, client: "Client", names: Sequence[bytes]) -> tuple[Run, ...] | None:
+        """Ask the owners for the stored prefix. None: raykv has not answered in time, or is busy."""
         if self._calls >= MAX_CALLS:
             return None
         self._calls += 1
+        places, stop, mine = probes(len(names)), self._leading(client, names), self._mine(client)
+        keys = client.keys([names[place] for place in places])
         call = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, client, keys)
         call.add_done_callback(self._end)
         done, _ = await asyncio.wait([call], timeout=self._timeout_s)
@@ -110,8 +124,19 @@ class ChunkFinder:
         if answer is None:
             return None
         holders, below = answer
-        named = [theirs or mine for theirs, mine in zip(holders, local, strict=True)]
+        named = [theirs or (mine if place < stop else ()) for theirs, place in zip(holders, places, strict=True)]
         return runs_of(places, named, below)
+
+    def _mine(self, client: "Client") -> tuple[NodeId, ...]:
+        return () if client.router.local_id is None else (client.router.local_id,)
+
+    def _leading(self, client: "Client", names: Sequence[bytes]) -> int:
+        """Return the number of leading chunks in this host's memory."""
+        local = client.router.local
+        if local is None:
+            return 0
+        ready = local.reader.ready_one
+        return leading(len(names), lambda place: ready(client.key(names[place])))
 
     def _ask(self, client: "Client", keys: "KeyArray") -> tuple[list[tuple[NodeId, ...]], list[bool]] | None:
         try:

@@ -16,7 +16,8 @@ from typing import Final
 
 import numpy as np
 
-SEGMENT_CHARS: Final = 2048
+SEGMENT_CHARS: Final = 1984
+"""Below 2048 bytes. From there on `hashlib` releases the GIL, and in a busy process it may take ms to get it back."""
 MIN_SEGMENT_CHARS: Final = 32
 """Templates put up to five special tokens between two messages. A segment for each would only cost time."""
 SEGMENT_TOKENS: Final = 512

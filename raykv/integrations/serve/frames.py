@@ -65,7 +65,9 @@ class Frames:
         pieces: list[str] = []
         before = ""
         for message in messages:
-            if not isinstance(message, dict) or any(message.get(each) not in (None, []) for each in _MORE):
+            if not isinstance(message, dict):
+                return None
+            if len(message) > 2 and any(message.get(each) not in (None, []) for each in _MORE):
                 return None
             role, content = message.get("role"), message.get("content")
             if not (role and isinstance(role, str) and isinstance(content, str)) or _MARKED in content:

@@ -94,21 +94,26 @@ class PromptLookup:
         return Found(prompt, Scope(lora=adapter.scope if adapter else "", salt=salt) if naming is not None else None)
 
     def at_best(self, found: Found) -> Stored:
-        """Return the best answer that `find` could give."""
+        """Return the best answer that `ask` could give."""
         digest = b"" if self._namespace is None else self._namespace.digest
         return Stored((Run(len(found.prompt.names), ()),), digest)
 
-    async def find(self, found: Found) -> Stored | None:
-        """Look a prompt up. None: raykv does not answer."""
-        namespace, connection = self._namespace, self._connection
-        if namespace is None or connection is None or found.scope is None:
+    def here(self, found: Found) -> Stored | None:
+        """Look a prompt up without a call. None: raykv must be asked."""
+        namespace, client = self._namespace, self._client(found)
+        if namespace is None or client is None:
             return None
-        client = connection.client(namespace, found.scope)
-        if client is None:
+        near = client.nodes_on_this_host()
+        all_near = all(near.intersection(each) for each in self._near)
+        runs = self._finder.here(client, found.prompt.names, all_near=all_near)
+        return None if runs is None else Stored(runs, namespace.digest)
+
+    async def ask(self, found: Found) -> Stored | None:
+        """Ask raykv for a prompt. None: raykv does not answer."""
+        namespace, client = self._namespace, self._client(found)
+        if namespace is None or client is None:
             return None
-        here = client.nodes_on_this_host()
-        all_near = all(here.intersection(near) for near in self._near)
-        runs = await self._finder.find(client, found.prompt.names, all_near=all_near)
+        runs = await self._finder.ask(client, found.prompt.names)
         return None if runs is None else Stored(runs, namespace.digest)
 
     def add_to_trail(self, request_id: str, text: str) -> None:
@@ -117,6 +122,13 @@ class PromptLookup:
             self._sender.add(request_id, text)
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _client(self, found: Found) -> raykv.Client | None:
+        """Return the client for a prompt. None: raykv is not connected, or the prompt's adapter is not known yet."""
+        namespace, connection = self._namespace, self._connection
+        if namespace is None or connection is None or found.scope is None:
+            return None
+        return connection.client(namespace, found.scope)
 
     def _send(self, entries: list[TrailEntry]) -> None:
         namespace, connection = self._namespace, self._connection

@@ -149,11 +149,13 @@ class RayKVRouter(LocalityMixin, MultiplexMixin, RequestRouter):
 
     async def _choose(self, found: Found, candidates: list[str], waited_s: float) -> Choice:
         """Choose a replica. Asks raykv only if its answer may change the choice."""
-        at_best = self._lookup.at_best(found)
-        settled = self._routes.settled(found.prompt, at_best, candidates, now_s=time.monotonic())
-        if settled is not None:
-            return settled
-        stored = await self._lookup.find(found)
+        stored = self._lookup.here(found)
+        if stored is None:
+            at_best = self._lookup.at_best(found)
+            settled = self._routes.settled(found.prompt, at_best, candidates, now_s=time.monotonic())
+            if settled is not None:
+                return settled
+            stored = await self._lookup.ask(found)
         left_s = self._options.max_wait_s - waited_s if self._may_wait() else 0.0
         return self._routes.choose(found.prompt, stored, candidates, wait_left_s=left_s, now_s=time.monotonic())
 
