@@ -114,9 +114,9 @@ class ChunkFinder:
         """Ask the owners for the stored prefix. None: raykv has not answered in time, or is busy."""
         if self._calls >= MAX_CALLS:
             return None
-        self._calls += 1
         places, stop, mine = probes(len(names)), self._leading(client, names), self._mine(client)
         keys = client.keys([names[place] for place in places])
+        self._calls += 1
         call = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, client, keys)
         call.add_done_callback(self._end)
         done, _ = await asyncio.wait([call], timeout=self._timeout_s)
