@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from raykv.membership.membership import Membership
+from raykv.membership.membership import InProcessMembership, Membership
 from raykv.protocol import codec
 from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
 from raykv.protocol.placement import Member, View
@@ -60,6 +60,35 @@ def test_silence_ends_membership_and_a_heartbeat_restores_it():
     assert names(directory.view) == ["a"]
     b.beat(directory, 6.0)
     assert names(b.view) == ["a", "b"]
+
+
+def test_silence_while_the_directory_did_not_run_does_not_count(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("raykv.membership.membership.time.monotonic", lambda: now[0])
+    directory = InProcessMembership(member_timeout_s=5.0)
+    a, b = (Heartbeat(member(name), 0) for name in "ab")
+    for now[0] in (0.0, 1.0, 2.0):
+        directory.beat(a)
+        directory.beat(b)
+    for now[0] in (100.0, 101.0, 102.0):
+        directory.beat(a)
+        assert names(directory.logic.view) == ["a", "b"], now
+    for now[0] in (103.0, 104.0, 105.0):
+        directory.beat(a)
+    assert names(directory.logic.view) == ["a"], "b is silent while the directory runs"
+
+
+def test_the_last_members_are_removed_although_the_directory_is_rarely_called(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("raykv.membership.membership.time.monotonic", lambda: now[0])
+    directory = InProcessMembership(member_timeout_s=0.5)
+    directory.beat(Heartbeat(member("a"), 0))
+    for now[0] in (1.0, 2.0):
+        directory.expire()
+        assert names(directory.logic.view) == ["a"]
+    now[0] = 3.0
+    directory.expire()
+    assert names(directory.logic.view) == []
 
 
 def test_another_incarnation_or_address_makes_a_new_view():
