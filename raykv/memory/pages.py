@@ -102,6 +102,8 @@ def collapse(address: int, fd: int, offset: int) -> bool:
         OSError: The file system has no room for the first small page (ENOSPC or ENOMEM).
     """
     os.posix_fallocate(fd, offset, 1)
+    # The mount may have given a huge page. Linux 6.18.44 answers EINVAL for it until something has touched it.
+    ctypes.c_ubyte.from_address(address + offset).value  # noqa: B018
     return not _libc.madvise(address + offset, huge_nbytes(), MADV_COLLAPSE)
 
 
