@@ -233,6 +233,7 @@ class Engine:
         self.slots = torch.full((LAYERS, self.blocks, self.heads, block_tokens, 2), -1, dtype=torch.int64)
         self.calls = Slow(rng)
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(connector_module, "CONNECT_TIMEOUT_S", 5.0)
             if not threads:
                 patch.setattr(worker_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
                 patch.setattr(ended_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
